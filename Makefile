@@ -32,7 +32,7 @@ dev:
 test: dev ## all tests but those of the composed system; needs no Docker
 	$(BIN)/python -m pytest $(PARALLEL) -m "not compose" $(ARGS)
 
-test-quick: dev ## the tests that compute little, in less than two minutes: for who changed a line
+test-quick: dev ## the tests of files that take less than five seconds: for a change of one line
 	$(BIN)/python -m pytest $(PARALLEL) -m "not compose and not slow" $(ARGS)
 
 check: dev ## lint, format, types, import rules

@@ -15,6 +15,8 @@ from testing.memory_store import MemoryStore
 from tests.coordinator.conftest import program
 from tests.coordinator.coordinator_rig import ask, fresh_pool, join, node, place
 
+pytestmark = pytest.mark.slow
+
 LOCALE = "de_DE.UTF-8"  # a < B < ä < Z; by bytes it is B < Z < a < ä
 IDS = ["a", "B", "ä", "Z", "A1", "A-1", "a_1"]
 BY_BYTES = sorted(IDS, key=str.encode)

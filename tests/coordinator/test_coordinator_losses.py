@@ -30,6 +30,8 @@ from tests.coordinator.coordinator_rig import (
 )
 from tests.waiting import async_until
 
+pytestmark = pytest.mark.slow
+
 RIGHT = {"p0": (100, 1, 0, 0), "d0": (0, 0, 300, 2)}
 """The credits of `running` and `waiting`."""
 NOTHING = (0, 0, 0, 0)

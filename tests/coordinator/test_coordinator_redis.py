@@ -39,6 +39,8 @@ from tests.coordinator.coordinator_rig import (
 )
 from tests.waiting import async_until
 
+pytestmark = pytest.mark.slow
+
 
 async def attempt(store: Store, name: str) -> bool:
     try:

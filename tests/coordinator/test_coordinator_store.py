@@ -32,6 +32,8 @@ from tests.coordinator.coordinator_rig import (
 from tests.nodes import ways
 from tests.waiting import async_until
 
+pytestmark = pytest.mark.slow
+
 A, B = Incarnation("a"), Incarnation("b")
 ONE = Epoch(1)
 

@@ -9,6 +9,8 @@ from tests.engine.device_engines import device_engine, logits_of
 from tests.engine.driving import answers, greedy, random_prompts, settings
 from tests.engine.tiny_models import VOCAB, save_mxfp4, save_tiny
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = random_prompts(VOCAB, (9, 64, 100))
 
 

@@ -10,6 +10,8 @@ from engine.messages import StepOutput
 from tests.e2e.tiny import VOCAB, save_tiny
 from tests.engine.driving import drain, needs_bfloat16, request, settings
 
+pytestmark = pytest.mark.slow
+
 NUM_REQUESTS, NUM_TOKENS = 12, 24
 DTYPES = ["float32", "float16", "int8", *(pytest.param(d, marks=needs_bfloat16) for d in ("bfloat16", "mixed16"))]
 

@@ -11,6 +11,8 @@ from contracts.ids import Epoch, RequestId
 from gateway.dispatch.client_words import WORDS, for_clients
 from tests.gateway.gateway_rig import gateway, pair
 
+pytestmark = pytest.mark.slow
+
 INTERNAL = "rank 0 of decode-0-7f3a at 10.0.0.7:41873/ucx lost <EP 0x7f81aa30>: /dev/shm/kv is gone"
 CODES = sorted({*WORDS, "internal", "something_new"})
 ASK = {"prompt": "one two three", "max_tokens": 4}

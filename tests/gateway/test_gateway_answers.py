@@ -18,6 +18,8 @@ from gateway.prompting.chat_template import Prompting
 from gateway.prompting.generation_request import GenerationRequest
 from tests.gateway.gateway_rig import gateway, pair
 
+pytestmark = pytest.mark.slow
+
 FOX = "The quick brown fox jumps over the lazy dog."
 WILD = "日本語 und 👩‍👩‍👧‍👦 naïve — ελληνικά 🇩🇪"
 R = RequestId("r")

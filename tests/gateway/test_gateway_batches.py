@@ -20,6 +20,8 @@ from gateway.tokenization.tokenizer import LONG_CHARS
 from tests.gateway.gateway_rig import GATEWAY
 from worker.front.app import MAX_BODY_NBYTES
 
+pytestmark = pytest.mark.slow
+
 WORDS = "one two three four five six "
 
 

@@ -12,6 +12,8 @@ from gateway.http import server as gateway_server
 from service.http_protocol import MAX_HEADERS_NBYTES
 from tests.gateway.gateway_rig import gateway, pair
 
+pytestmark = pytest.mark.slow
+
 ASK = {"prompt": "one two three", "max_tokens": 3}
 KEY, OTHER = "sk-first-1234567890", "sk-second-0987654321"
 

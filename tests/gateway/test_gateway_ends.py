@@ -10,6 +10,8 @@ from coordinator.store.store import Counts, Store
 from tests.coordinator.coordinator_rig import reap
 from tests.gateway.gateway_rig import coordinated, gateway, pair
 
+pytestmark = pytest.mark.slow
+
 ASK = {"prompt": "one two three", "max_tokens": 4}
 LONG = {"prompt": "one two three", "max_tokens": 400}
 

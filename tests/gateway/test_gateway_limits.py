@@ -13,6 +13,8 @@ from gateway.http import server as gateway_server
 from gateway.http.app import make_app
 from tests.gateway.gateway_rig import gateway, pair
 
+pytestmark = pytest.mark.slow
+
 ASK = {"prompt": "one two three", "max_tokens": 3}
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
 

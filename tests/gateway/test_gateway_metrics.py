@@ -9,6 +9,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.gateway.gateway_rig import gateway, pair
 
+pytestmark = pytest.mark.slow
+
 ASK = {"prompt": "one two three", "max_tokens": 4}
 DASHBOARDS = """e2e_request_latency_seconds_bucket time_to_first_token_seconds_sum inter_token_latency_seconds_count
 request_time_per_output_token_seconds_bucket num_requests_running num_requests_waiting prompt_tokens_total

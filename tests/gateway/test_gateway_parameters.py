@@ -15,6 +15,8 @@ from gateway.api.openai.schema import ChatRequest, CompletionRequest
 from gateway.api.openai.unsupported_fields import INSTEAD, REFUSED
 from tests.gateway.gateway_rig import Rig, gateway, pair
 
+pytestmark = pytest.mark.slow
+
 ROW = re.compile(r"^\| `(\w+)` \| (both|chat|completions) \| (honoured|ignored|refused) \| (.*) \|$", re.M)
 DOCS = Path("docs/api.md").read_text(encoding="utf-8")
 TABLE = {name: row for name, *row in ROW.findall(DOCS)}

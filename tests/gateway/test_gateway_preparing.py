@@ -13,6 +13,8 @@ from gateway.tokenization.tokenizer import HUGE_CHARS
 from tests.gateway.gateway_rig import GATEWAY, gateway, pair
 from tests.waiting import async_until
 
+pytestmark = pytest.mark.slow
+
 
 def asked(length: int, **options) -> dict:
     return {"prompt": "one", "max_tokens": 4, "structured_outputs": {"regex": f"[a-z]{{{length}}}"}} | options

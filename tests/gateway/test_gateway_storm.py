@@ -22,6 +22,8 @@ from testing.fake_worker import FakeWorker
 from testing.memory_store import MemoryStore
 from tests.gateway.gateway_rig import SECRET, coordinated
 
+pytestmark = pytest.mark.slow
+
 PROMPT = "one two three 😀 four five"
 FAULTS = ["none"] * 24 + ["fail", "stall", "gap", "twice", "shuffled", "absurd", "deaf", "die", "late", "stall"]
 

@@ -19,6 +19,8 @@ from gateway.generation.time_account import decode_s, non_overlapped_transfer_s,
 from gateway.observability.tracing import Tracing, is_configured, laid_out, open_tracing
 from tests.gateway.gateway_rig import gateway, pair
 
+pytestmark = pytest.mark.slow
+
 ASK = {"prompt": "one two three", "max_tokens": 4}
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"}

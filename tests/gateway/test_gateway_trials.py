@@ -16,6 +16,8 @@ from gateway.grammar.compile_sandbox import CompileSandbox
 from tests.gateway.gateway_rig import gateway, pair
 from tests.waiting import until
 
+pytestmark = pytest.mark.slow
+
 GOOD = LLMatcher.grammar_from_regex("[a-z]{3}")
 
 

@@ -23,6 +23,8 @@ from gateway.prompting.token_budget import ServingLimits
 from tests.gateway.tool_calls import TOOLS
 from tools import check_chat_templates
 
+pytestmark = pytest.mark.slow
+
 Message = dict[str, Any]
 
 END = "{% if add_generation_prompt %}<assistant>{% endif %}"

@@ -14,6 +14,8 @@ from tests.gateway.sayings import SAY, saying, with_specials
 from tests.gateway.thinking_models import ANALYSIS, CHANNELS
 from tests.gateway.tool_calls import CALL, HISTORY, PARAMETERS, PARIS, TWO
 
+pytestmark = pytest.mark.slow
+
 WEATHER = {"type": "function", "name": "get_weather", "description": "how it is outside", "parameters": PARAMETERS}
 TOOLS: Any = [WEATHER | {"strict": False}, {"type": "function", "name": "now"}]
 NESTED: Any = [{"type": "function", "function": {key: tool[key] for key in tool if key != "type"}} for tool in TOOLS]

@@ -20,6 +20,8 @@ from gateway.tool_calling.call_grammar import calls_grammar
 from gateway.tool_calling.events import ToolCallArguments, ToolCallFinished
 from gateway.tool_calling.tool_choice import Calling, Tool, ToolChoice, calling_of, schema_of
 
+pytestmark = pytest.mark.slow
+
 WEATHER = {
     "name": "get_weather",
     "parameters": {

@@ -19,6 +19,8 @@ from gateway.tool_calling.events import (
 from gateway.tool_calling.registry import form_of
 from gateway.tool_calling.tool_format import ToolFormat
 
+pytestmark = pytest.mark.slow
+
 KNOWN = {"get_weather", "now", "f"}
 PARIS = '{"city": "Paris"}'
 NESTED = '{"a": {"b": ["}", "{", {"c": "\\"]</tool_call>[TOOL_CALLS];"}]}, "é": "日本👍"}'

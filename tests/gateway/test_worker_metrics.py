@@ -17,6 +17,8 @@ from tests.observability.prometheus import Prometheus, prometheus
 from tests.observability.queries import Query
 from tests.waiting import until
 
+pytestmark = pytest.mark.slow
+
 LAYOUT = KVLayout(model="m", num_layers=1, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
 STEPS = (1, 2, *[0] * (len(STEP_TOKENS) - 2), 4)
 ASK = {"prompt": "one two three", "max_tokens": 4}

@@ -26,6 +26,8 @@ from kernels.specs import (
     W8Spec,
 )
 
+pytestmark = pytest.mark.slow
+
 FULL: dict[str, Any] = dict(torch=(2, 11, 0), triton=(3, 6, 0), flashinfer=(0, 6, 13), flashinfer_jit=True)
 MACHINES = {
     "cpu": Caps("cpu", torch=(2, 13, 0), triton=(3, 7, 1)),

@@ -18,6 +18,8 @@ from kv_transfer.connection.control_connection import ControlConnection
 from kv_transfer.events import ChunkLanded, Drained, PeerDisconnected
 from tests.kv_transfer.kv_pair import Peer, offer_and_grant, pages_equal, send
 
+pytestmark = pytest.mark.slow
+
 Make = Callable[..., Peer]
 LIVE = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 MAX_FRAME_NBYTES = 1 << 10

@@ -9,6 +9,8 @@ import pytest
 
 from tests.waiting import until
 
+pytestmark = pytest.mark.slow
+
 HUB, HOSTS = "tandem-hub", {"prefill": ("tandem-a", "10.99.7.1"), "decode": ("tandem-b", "10.99.7.2")}
 
 

@@ -18,6 +18,8 @@ from tests.engine.driving import answers, greedy, random_prompts, settings
 from tests.path.cores import GATEWAY, Worker
 from worker.messages import CoreFrame, Work
 
+pytestmark = pytest.mark.slow
+
 SMALL = {"block_size": 64, "kv_cache_mib": 1, "max_batched_tokens": 128, "grant_timeout_s": 0.2}  # 32 blocks
 TIMEOUT_S = 600.0
 DEADLINE_S = 60.0

@@ -8,6 +8,8 @@ import pytest
 from process import garbage_collector as collector
 from process.garbage_collector import GcMetrics, freeze_startup_objects
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def collections(monkeypatch: pytest.MonkeyPatch) -> Iterator[GcMetrics]:

@@ -19,6 +19,8 @@ from tandem.commands.top import view
 from tandem.commands.top_snapshot import Page, look
 from tandem.local.run_dir import RunDir
 
+pytestmark = pytest.mark.slow
+
 
 class Service(BaseHTTPRequestHandler):
     status = 200

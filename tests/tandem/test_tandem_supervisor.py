@@ -21,6 +21,8 @@ from tandem.local.supervisor import Supervisor
 from tests.full_disk import small_disk
 from tests.waiting import is_gone, until
 
+pytestmark = pytest.mark.slow
+
 SUPERVISE = Path(__file__).with_name("supervise.py")
 ROOT = SUPERVISE.parents[2]
 DEADLINE_S = 30.0

@@ -14,6 +14,8 @@ from contracts.errors import Unavailable
 from tandem.commands import target
 from tandem.commands.chat import Talk
 
+pytestmark = pytest.mark.slow
+
 
 class Server(ThreadingHTTPServer):
     """`answers`: for each request the pieces of its stream, a failure as an exception's words. `asked`: the bodies."""
