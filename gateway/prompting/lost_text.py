@@ -5,12 +5,39 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-MAX_COUNTED_CHARS = 1 << 24
-"""Characters looked through to count a text that others have in them; past that it is enough that it is there."""
+MAX_SEARCHED_CHARS = 1 << 25
+"""Characters looked through for one request, about 20 ms of the event loop; what is left then counts as shown."""
 
 _SWITCHES = re.compile(r"/(?:no_?)?think\b|/system_override")
 """Words by which some templates are told something, and which they take out."""
 _NO_WORD = re.compile(r"[\W_]+")
+_THOUGHT_END = re.compile(r"</\w*(?:think|thought|reason|reflect)\w*>")
+"""The end of a thought in a turn of the assistant: many templates show only what comes after it."""
+
+
+class _SearchedEnough(Exception):
+    """MAX_SEARCHED_CHARS were looked through."""
+
+
+class _SearchedText:
+    """A text, and how many characters of texts such as this may still be looked through."""
+
+    def __init__(self, text: str, budget: int) -> None:
+        self.text, self._budget = text, budget
+
+    def find(self, form: str, start: int = 0) -> int:
+        found = self.text.find(form, start)
+        self._spend((found if found >= 0 else len(self.text)) - start)
+        return found
+
+    def count(self, form: str) -> int:
+        self._spend(len(self.text))
+        return self.text.count(form)
+
+    def _spend(self, num_chars: int) -> None:
+        self._budget -= num_chars
+        if self._budget < 0:
+            raise _SearchedEnough
 
 
 class SentText(NamedTuple):
@@ -37,26 +64,34 @@ def first_lost(texts: Sequence[SentText], prompt: str) -> SentText | None:
 
     Templates trim texts, and write results of tools as JSON: such a text is shown.
     """
-    if _are_in_order(texts, prompt):
+    searched = _SearchedText(prompt, MAX_SEARCHED_CHARS)
+    try:
+        return None if _are_in_order(texts, searched) else _first_uncounted(texts, searched)
+    except _SearchedEnough:
         return None
-    blob = "\0".join(sent.text for sent in texts if not sent.is_loose)
-    counts = len(blob) * len(texts) <= MAX_COUNTED_CHARS
+
+
+def _first_uncounted(texts: Sequence[SentText], prompt: _SearchedText) -> SentText | None:
+    """Return the first text that stands in the prompt less often than in the texts, whatever their order."""
+    blob = _SearchedText(
+        "\0".join(_SWITCHES.sub("", sent.text) for sent in texts if not sent.is_loose), MAX_SEARCHED_CHARS
+    )
     squeezed = ""
     for sent in texts:
-        wanted = blob.count(sent.text) if counts and not sent.is_loose else 1
-        found = max(prompt.count(form) for form in _forms(sent.text))
+        wanted = 1 if sent.is_loose else max(1, blob.count(sent.text))
+        found = sum(prompt.count(form) for form in dict.fromkeys(_forms(sent.text)))
         if found >= wanted:
             continue
-        squeezed = squeezed or _NO_WORD.sub("", prompt)
-        if found or not _is_within(sent.text, squeezed):
+        squeezed = squeezed or _NO_WORD.sub("", prompt.text)
+        if found or not _is_within(sent.text, _SearchedText(squeezed, MAX_SEARCHED_CHARS)):
             return sent
     return None
 
 
 def _texts_of(index: int, message: dict[str, Any], after: str) -> Iterator[SentText]:
     at, text = f"messages[{index}]", message["content"]
-    if after and message["role"] == "assistant":
-        text = text.rpartition(after)[2]
+    if message["role"] == "assistant":
+        text = _THOUGHT_END.split(text.rpartition(after)[2] if after else text)[-1]
     if text := text.strip():
         yield SentText(at, text)
     for number, call in enumerate(message.get("tool_calls", ())):
@@ -79,25 +114,25 @@ def _leaves(value: Any) -> Iterator[str]:
             yield from _leaves(inner)
 
 
-def _are_in_order(texts: Sequence[SentText], prompt: str) -> bool:
+def _are_in_order(texts: Sequence[SentText], prompt: _SearchedText) -> bool:
     """Return whether the texts follow each other in the prompt: nearly always so, and then one pass tells."""
-    at = 0
+    at = loose_at = 0
     for sent in texts:
         if sent.is_loose:
-            if not any(form in prompt for form in _forms(sent.text)):
+            loose_at = max(loose_at, at)
+            end = _end_of(sent.text, prompt, loose_at)
+            if end < 0 and (end := _end_of(sent.text, prompt, 0)) < 0:
                 return False
-            continue
-        begin = prompt.find(sent.text, at)
-        at = begin + len(sent.text) if begin >= 0 else _end_of_other_form(sent.text, prompt, at)
-        if at < 0:
+            loose_at = end
+        elif (at := _end_of(sent.text, prompt, at)) < 0:
             return False
     return True
 
 
-def _end_of_other_form(text: str, prompt: str, at: int) -> int:
-    """Return where the text ends in another form; -1 if it is not there."""
-    for form in _forms(text):
-        if (begin := prompt.find(form, at)) >= 0:
+def _end_of(text: str, prompt: _SearchedText, start: int) -> int:
+    """Return where the text ends in the first of its forms that stands behind `start`; -1 if none does."""
+    for form in dict.fromkeys(_forms(text)):
+        if (begin := prompt.find(form, start)) >= 0:
             return begin + len(form)
     return -1
 
@@ -109,9 +144,8 @@ def _forms(text: str) -> Iterator[str]:
     yield json.dumps(text)[1:-1]
 
 
-def _is_within(text: str, squeezed: str) -> bool:
+def _is_within(text: str, squeezed: _SearchedText) -> bool:
     """Return whether the letters and digits of `text` are in a prompt of which nothing else is left."""
     pieces = [piece for part in _SWITCHES.split(text) if (piece := part.strip())]
-    return all(
-        _NO_WORD.sub("", piece) in squeezed or _NO_WORD.sub("", json.dumps(piece)) in squeezed for piece in pieces
-    )
+    forms = ((_NO_WORD.sub("", piece), _NO_WORD.sub("", json.dumps(piece))) for piece in pieces)
+    return all(any(squeezed.find(form) >= 0 for form in ways) for ways in forms)

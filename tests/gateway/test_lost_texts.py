@@ -241,3 +241,41 @@ def test_the_check_of_a_folder_of_templates_counts_what_became_of_each(tmp_path,
     rows = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()}
     assert rows["chatml"] == ["46", "1", "0"] and rows["all"][2] == "0"
     assert int(rows["alternates"][1]) > 1, "roles that do not alternate are refused"
+
+
+@pytest.mark.parametrize(
+    "turns",
+    [
+        [result("now", '{"temp": 20}'), {"role": "assistant", "content": 'It says {"temp": 20}.'}, MORE],
+        [
+            {"role": "user", "content": 'Parse {"temp": 20}'},
+            result("now", '{"temp": 20}'),
+            {"role": "user", "content": 'And {"temp": 20} again?'},
+        ],
+    ],
+)
+def test_a_result_that_is_quoted_in_another_form_is_shown(checkpoint, turns):
+    shown = rendered(checkpoint, TOOLS_AND_CALLS, [USER, called("now"), *turns], tools=TOOLS)
+    assert '"{\\"temp\\": 20}"' in shown
+
+
+def test_a_thought_in_tags_that_only_the_template_knows_may_be_dropped(checkpoint):
+    template = CHATML.replace("m.content", "m.content.split('</thought>')[-1]")
+    answer = {"role": "assistant", "content": "Let me add.\n</thought>\n\nFour."}
+    assert "<assistant>\n\nFour." in rendered(checkpoint, template, [USER, answer, MORE])
+    with pytest.raises(RequestError, match="does not show it"):
+        rendered(checkpoint, template.replace("[-1]", "[0]"), [USER, answer, MORE])
+
+
+def test_a_switch_that_is_taken_out_counts_for_no_text(checkpoint):
+    template = CHATML.replace("m.content", "m.content | replace('/no_think', '')")
+    turns = [{"role": "system", "content": "/no_think"}, USER, ANSWER | {"content": "no"}, MORE]
+    assert "<assistant>no" in rendered(checkpoint, template, turns)
+
+
+def test_the_search_ends_however_many_texts_there_are():
+    """A small body may have a million texts; each looked for in all of the prompt would stop the gateway."""
+    texts = [SentText("messages[0]", f"{number:07}", is_loose=True) for number in range(20_000)]
+    prompt = "\n".join(sent.text for sent in reversed(texts))
+    assert first_lost(texts, prompt) is None
+    assert first_lost(texts[:50], prompt[: len(prompt) // 2]) == texts[0]
