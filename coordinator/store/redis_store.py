@@ -125,7 +125,9 @@ class RedisStore:
             reply = await self._run("pool", page_since, MAX_ROWS, int(is_full), behind)
             now_us = now_us or int(reply[0])
             rows |= {row[0]: row for row in reply[1]}
-            if len(reply[1]) < MAX_ROWS:
+            # What changed since the first page is for the next read: a busy pool changes as fast as it is read.
+            is_past = bool(reply[1]) and not is_full and int(float(reply[1][-1][1])) > now_us
+            if len(reply[1]) < MAX_ROWS or is_past:
                 return PoolUpdate(now_us=now_us, rows=[_pool_row(row) for row in rows.values()], is_full=is_full)
             last_id, last_us, *_ = reply[1][-1]
             if not is_full:

@@ -283,3 +283,29 @@ async def test_a_claim_that_comes_twice_takes_credit_once(store: Store):
     assert again.repeated == (route.prefill, route.decode)
     assert (await credits(store))["d0"][3] == 1
     assert await reap(store) == []
+
+
+async def test_reading_changes_ends_in_a_pool_that_changes_as_fast(any_server: RedisServer, monkeypatch):
+    """All workers beat between one page and the next: what changed since the first is for the next read."""
+    pool, num_pages = fresh_pool(), 0
+    store, workers = RedisStore(any_server.url, pool), RedisStore(any_server.url, pool)
+    infos = [node(f"w{i:04}", WorkerRole.MIXED) for i in range(2 * MAX_ROWS + 3)]
+    await join(store, *infos)
+    since_us, run = (await store.pool(0, True)).now_us, store._run
+
+    async def run_and_beat(name: str, *args: str | int | bytes):
+        nonlocal num_pages
+        num_pages += 1
+        assert num_pages < 20
+        page = await run(name, *args)
+        for info in infos:
+            await workers.heartbeat(info.worker_id, A, LOAD)
+        return page
+
+    monkeypatch.setattr(store, "_run", run_and_beat)
+    for info in infos:
+        await workers.heartbeat(info.worker_id, A, LOAD)
+    update = await store.pool(since_us, False)
+    assert len({row.worker_id for row in update.rows}) >= MAX_ROWS and num_pages < 5
+    await store.close()
+    await workers.close()
