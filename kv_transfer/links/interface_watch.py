@@ -16,6 +16,9 @@ class InterfaceWatch:
         self._first = set(socket.if_nameindex())
 
     def replaced(self) -> list[str]:
-        """Return the names of the interfaces that came since; none if one is missing and none replaced it."""
-        now = set(socket.if_nameindex())
-        return sorted(name for _, name in now - self._first) if self._first - now else []
+        """Return the names of the interfaces at start that have another index now.
+
+        Those of other containers on the host come and go under other names, and are no concern of UCX here.
+        """
+        names = {name for _, name in self._first}
+        return sorted(name for index, name in set(socket.if_nameindex()) - self._first if name in names)
