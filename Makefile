@@ -9,7 +9,7 @@ SETTINGS := MODEL PORT PREFILL DECODE MIXED DEVICE TRANSFER DTYPE REDIS_URL
 $(foreach name,$(SETTINGS),$(if $($(name)),$(eval run: export TANDEM_$(name) := $$($(name)))))
 
 # A file's tests share what they started, so a file stays together. More than four at once would only wait for memory.
-PARALLEL := --numprocesses auto --maxprocesses 4 --dist loadfile
+PARALLEL := --numprocesses logical --maxprocesses 4 --dist loadfile
 
 .PHONY: help run setup dev test test-quick check docs format test-compose clients bench lock clean
 
