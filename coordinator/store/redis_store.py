@@ -126,13 +126,13 @@ class RedisStore:
             now_us = now_us or int(reply[0])
             rows |= {row[0]: row for row in reply[1]}
             # What changed since the first page is for the next read: a busy pool changes as fast as it is read.
-            is_past = bool(reply[1]) and not is_full and int(float(reply[1][-1][1])) > now_us
-            if len(reply[1]) < MAX_ROWS or is_past:
+            last_id, changed, *_ = reply[1][-1] if reply[1] else (b"", now_us)
+            last_us = int(float(changed))
+            if len(reply[1]) < MAX_ROWS or (last_us > now_us and not is_full):
                 return PoolUpdate(now_us=now_us, rows=[_pool_row(row) for row in rows.values()], is_full=is_full)
-            last_id, last_us, *_ = reply[1][-1]
             if not is_full:
-                num_behind = num_behind + MAX_ROWS if int(float(last_us)) == page_since else 0
-                page_since = int(float(last_us))
+                num_behind = num_behind + MAX_ROWS if last_us == page_since else 0
+                page_since = last_us
 
     async def prefix_holders(self, hashes: Sequence[bytes]) -> list[bytes]:
         return (await self._run("prefixes", b"".join(hashes))).split(b"\n") if hashes else []

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 MAX_SEARCHED_CHARS = 1 << 25
-"""Characters looked through for one request, about 20 ms of the event loop; what is left then counts as shown."""
+"""Characters of one text that are looked through for a request, about 20 ms of the event loop; what is left then counts
+as shown."""
 
 _SWITCHES = re.compile(r"/(?:no_?)?think\b|/system_override")
 """Words by which some templates are told something, and which they take out."""
@@ -20,10 +21,10 @@ class _SearchedEnough(Exception):
 
 
 class _SearchedText:
-    """A text, and how many characters of texts such as this may still be looked through."""
+    """A text, and how many of its characters may still be looked through, however often."""
 
-    def __init__(self, text: str, budget: int) -> None:
-        self.text, self._budget = text, budget
+    def __init__(self, text: str) -> None:
+        self.text, self._budget = text, MAX_SEARCHED_CHARS
 
     def find(self, form: str, start: int = 0) -> int:
         found = self.text.find(form, start)
@@ -64,7 +65,7 @@ def first_lost(texts: Sequence[SentText], prompt: str) -> SentText | None:
 
     Templates trim texts, and write results of tools as JSON: such a text is shown.
     """
-    searched = _SearchedText(prompt, MAX_SEARCHED_CHARS)
+    searched = _SearchedText(prompt)
     try:
         return None if _are_in_order(texts, searched) else _first_uncounted(texts, searched)
     except _SearchedEnough:
@@ -73,17 +74,15 @@ def first_lost(texts: Sequence[SentText], prompt: str) -> SentText | None:
 
 def _first_uncounted(texts: Sequence[SentText], prompt: _SearchedText) -> SentText | None:
     """Return the first text that stands in the prompt less often than in the texts, whatever their order."""
-    blob = _SearchedText(
-        "\0".join(_SWITCHES.sub("", sent.text) for sent in texts if not sent.is_loose), MAX_SEARCHED_CHARS
-    )
-    squeezed = ""
+    blob = _SearchedText("\0".join(_SWITCHES.sub("", sent.text) for sent in texts if not sent.is_loose))
+    squeezed = None
     for sent in texts:
         wanted = 1 if sent.is_loose else max(1, blob.count(sent.text))
         found = sum(prompt.count(form) for form in dict.fromkeys(_forms(sent.text)))
         if found >= wanted:
             continue
-        squeezed = squeezed or _NO_WORD.sub("", prompt.text)
-        if found or not _is_within(sent.text, _SearchedText(squeezed, MAX_SEARCHED_CHARS)):
+        squeezed = squeezed or _SearchedText(_NO_WORD.sub("", prompt.text))
+        if found or not _is_within(sent.text, squeezed):
             return sent
     return None
 
