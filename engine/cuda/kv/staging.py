@@ -76,7 +76,7 @@ class StagingBuffer:
             self.wait()
 
     def aside(self) -> AbstractContextManager[object]:
-        """Beside the engine's stream, for any thread."""
+        """Return a context in which any thread's work runs concurrently with the engine's stream."""
         return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
 
     @property

@@ -181,12 +181,12 @@ class DeviceTransferPool:
         )
 
     def written(self) -> None:
-        """What `checksums_aside` is asked for next is written by what the current stream holds."""
+        """Record that the current stream's work so far writes the pages `checksums_aside` sums next."""
         if self._written is not None:
             self._written.record()
 
     def checksums_aside(self, pages: SequenceOf[int]) -> DeviceChecksums | PendingChecksums:
-        """Behind what `written` was said of, beside what the current stream was given since."""
+        """Return the sums of pages, queued after the last `written` and concurrent with what came since."""
         if self._summing is None or self._written is None:
             return self.checksums(pages)
         # Their memory is that stream's too: it is nobody else's before the device has used it.
@@ -301,5 +301,5 @@ class DeviceTransferPool:
                 yield part, torch.from_numpy(index[first:last]).to(self.device), slice(first, last)
 
     def _aside(self) -> AbstractContextManager[object]:
-        """Beside the engine's stream, for any thread."""
+        """Return a context in which any thread's work runs concurrently with the engine's stream."""
         return torch.cuda.stream(self._staging) if self._staging is not None else nullcontext()
