@@ -17,8 +17,8 @@ import msgspec
 
 from checkpoint import Checkpoint, open_checkpoint
 from contracts.errors import ConfigError, RequestError
-from gateway.api.openai.schema import ChatRequest
 from gateway.prompting.chat_template import Prompting
+from gateway.prompting.request_fields import ChatRequest
 from gateway.reasoning.harmony import Harmony
 from gateway.tool_calling.tool_choice import calling_of
 

@@ -8,12 +8,12 @@ from fastapi import Depends, Request
 from checkpoint import Checkpoint
 from contracts.errors import NotFound
 from gateway.admission.limits import BodyMemoryLimit, ConcurrencyLimit
-from gateway.api.openai.schema import Detailed
 from gateway.api.response_formatter import Spelling, spell_id
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.observability.metrics import Metrics
 from gateway.observability.tracing import Tracing
 from gateway.prompting.chat_template import Prompting
+from gateway.prompting.request_fields import Detailed
 from gateway.prompting.token_budget import ServingLimits
 from gateway.settings import GatewaySettings
 

@@ -2,13 +2,13 @@
 
 from fastapi import Request, Response
 
-from gateway.api.openai.schema import Common
 from gateway.api.response_formatter import ResponseFormatter
 from gateway.generation.generation_state import GenerationState
 from gateway.http.context import AppContext
 from gateway.http.request_ids import given_id
 from gateway.http.streaming_response import GenerationResponse
 from gateway.prompting.generation_request import GenerationRequest
+from gateway.prompting.request_fields import Common
 from gateway.serving.generation_run import GenerationRun, Style
 
 

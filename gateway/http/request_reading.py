@@ -8,15 +8,9 @@ import msgspec
 from fastapi import Depends, Request
 
 from contracts.errors import RequestError
-from gateway.api.openai.schema import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    ResponsesRequest,
-    TokenizeRequest,
-    parse,
-)
+from gateway.api.openai.schema import DetokenizeRequest, ResponsesRequest, TokenizeRequest, parse
 from gateway.http.context import AppContext
+from gateway.prompting.request_fields import ChatRequest, CompletionRequest
 from service.request_body import read_body
 
 BODY_TIMEOUT_S = 30.0

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from itertools import chain
 
 from contracts.errors import RequestError
-from gateway.api.openai.schema import Common
 from gateway.grammar.structured_outputs import FieldGrammar, grammar_of, preceded, schema_of_format
 from gateway.prompting.chat_template import Prompting
+from gateway.prompting.request_fields import Common
 from gateway.reasoning.reasoning_format import GRAMMAR, ReasoningFormat
 from gateway.tool_calling.call_grammar import calls_grammar, parameter_grammars
 from gateway.tool_calling.tool_choice import Calling

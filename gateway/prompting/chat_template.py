@@ -6,7 +6,6 @@ from typing import Any, Protocol
 
 from checkpoint import Checkpoint
 from contracts.errors import RequestError
-from gateway.api.openai.schema import Message
 from gateway.grammar.compile_sandbox import CompileSandbox
 from gateway.prompting.lost_text import SentText, first_lost, sent_texts
 from gateway.prompting.message_rewriting import (
@@ -17,6 +16,7 @@ from gateway.prompting.message_rewriting import (
     with_text_later,
 )
 from gateway.prompting.plain_messages import PlainMessage, plain_message
+from gateway.prompting.request_fields import Message
 from gateway.prompting.template_features import TemplateFeatures, probe
 from gateway.prompting.template_program import TemplateProgram, TemplateRefusal, compile_template
 from gateway.reasoning.reasoning_format import ReasoningFormat

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from contracts.errors import RequestError
-from gateway.api.openai.schema import CompletionRequest
 from gateway.json_decoding import whole
+from gateway.prompting.request_fields import CompletionRequest
 from gateway.prompting.token_budget import FittedPrompt, ServingLimits, require_room, require_short
 from gateway.tokenization.tokenizer import PromptTokenizer
 

@@ -14,12 +14,12 @@ import msgspec
 
 from contracts.errors import RequestError
 from contracts.sampling import SamplingParams
-from gateway.api.openai.schema import ChatRequest, CompletionRequest, Detailed
 from gateway.prompting import sampling_options
 from gateway.prompting.answer_grammar import AnswerPrefix, answer_grammar
 from gateway.prompting.chat_template import Prompting
 from gateway.prompting.completion_prompts import echoes, tokenize_prompts
 from gateway.prompting.generation_request import GenerationRequest
+from gateway.prompting.request_fields import ChatRequest, CompletionRequest, Detailed
 from gateway.prompting.sampling_options import LogprobCounts, counts_of_chat, counts_of_completion
 from gateway.prompting.token_budget import (
     FittedPrompt,

@@ -5,8 +5,8 @@ from typing import Any
 import msgspec
 
 from contracts.errors import RequestError
-from gateway.api.openai.schema import Message
 from gateway.json_decoding import words_of
+from gateway.prompting.request_fields import Message
 from gateway.tool_calling.made_arguments import arguments_of, is_text
 from gateway.tool_calling.tool_choice import MadeCall
 

@@ -8,7 +8,7 @@ from functools import partial
 from contracts.codec import encode
 from contracts.errors import RequestError
 from contracts.sampling import SamplingParams
-from gateway.api.openai.schema import ChatRequest, Common, CompletionRequest
+from gateway.prompting.request_fields import ChatRequest, Common, CompletionRequest
 from gateway.tokenization.tokenizer import PromptTokenizer
 
 MAX_LOGIT_BIAS = 100.0

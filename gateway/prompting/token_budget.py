@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from contracts.errors import RequestError
-from gateway.api.openai.schema import ChatRequest, Common, CompletionRequest
+from gateway.prompting.request_fields import ChatRequest, Common, CompletionRequest
 from gateway.tokenization.tokenizer import PromptTokenizer
 
 DEFAULT_COMPLETION_TOKENS = 16

@@ -7,8 +7,9 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from gateway.api.openai.responses_input import to_chat
-from gateway.api.openai.schema import ChatRequest, ResponsesRequest
+from gateway.api.openai.schema import ResponsesRequest
 from gateway.prompting.chat_template import Prompting
+from gateway.prompting.request_fields import ChatRequest
 
 MESSAGES = [{"role": "user", "content": "<Hä & so>"}, {"role": "assistant", "content": "yes"}]
 TRAINED = (  # as TRL has them: what is to be learned is marked

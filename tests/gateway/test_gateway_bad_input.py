@@ -10,8 +10,9 @@ import msgspec
 import pytest
 
 from contracts.errors import ConfigError, RequestError
-from gateway.api.openai.schema import ChatRequest, CompletionRequest, DetokenizeRequest, ResponsesRequest, parse
+from gateway.api.openai.schema import DetokenizeRequest, ResponsesRequest, parse
 from gateway.prompting.chat_template import Prompting
+from gateway.prompting.request_fields import ChatRequest, CompletionRequest
 from tests.gateway.gateway_rig import gateway, pair
 
 pytestmark = pytest.mark.slow

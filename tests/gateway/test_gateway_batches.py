@@ -12,10 +12,10 @@ from contracts.errors import Unavailable
 from contracts.ids import Epoch, RequestId
 from contracts.request import Cancel, Job, Route
 from contracts.sampling import SamplingParams
-from gateway.api.openai.schema import CompletionRequest
 from gateway.dispatch.worker_link import MAX_POST_NBYTES
 from gateway.prompting.chat_template import Prompting
 from gateway.prompting.pipeline import prepare_completion
+from gateway.prompting.request_fields import CompletionRequest
 from gateway.tokenization.tokenizer import LONG_CHARS
 from tests.gateway.gateway_rig import GATEWAY
 from worker.front.app import MAX_BODY_NBYTES

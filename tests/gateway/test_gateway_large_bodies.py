@@ -7,9 +7,10 @@ import pytest
 
 from contracts.errors import RequestError
 from gateway.api.openai.responses_input import to_chat
-from gateway.api.openai.schema import CompletionRequest, ResponsesRequest, parse
+from gateway.api.openai.schema import ResponsesRequest, parse
 from gateway.prompting.chat_template import Prompting
 from gateway.prompting.pipeline import prepare_completion
+from gateway.prompting.request_fields import CompletionRequest
 from gateway.prompting.token_budget import ServingLimits
 from gateway.tokenization.tokenizer import LONG_CHARS
 

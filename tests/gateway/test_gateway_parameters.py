@@ -11,8 +11,8 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from checkpoint import Advice, Checkpoint
-from gateway.api.openai.schema import ChatRequest, CompletionRequest
 from gateway.api.openai.unsupported_fields import INSTEAD, REFUSED
+from gateway.prompting.request_fields import ChatRequest, CompletionRequest
 from tests.gateway.gateway_rig import Rig, gateway, pair
 
 pytestmark = pytest.mark.slow

@@ -15,10 +15,11 @@ import pytest
 
 from contracts.errors import RequestError
 from gateway.api.openai.responses_input import to_chat
-from gateway.api.openai.schema import ChatRequest, ResponsesRequest
+from gateway.api.openai.schema import ResponsesRequest
 from gateway.prompting.chat_template import Prompting
 from gateway.prompting.lost_text import SentText, first_lost
 from gateway.prompting.pipeline import prepare_chat
+from gateway.prompting.request_fields import ChatRequest
 from gateway.prompting.token_budget import ServingLimits
 from tests.gateway.tool_calls import TOOLS
 from tools import check_chat_templates

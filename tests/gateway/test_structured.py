@@ -12,12 +12,12 @@ from llguidance import LLMatcher, LLTokenizer
 
 from checkpoint import open_checkpoint
 from contracts.errors import RequestError
-from gateway.api.openai.schema import CompletionRequest
 from gateway.grammar.compile_sandbox import CompileSandbox
 from gateway.grammar.string_formats import KNOWN
 from gateway.grammar.structured_outputs import MAX_GRAMMAR_CHARS, ResponseFormat, StructuredOutputs, grammar_of
 from gateway.prompting.answer_grammar import AnswerPrefix, answer_grammar
 from gateway.prompting.chat_template import Prompting
+from gateway.prompting.request_fields import CompletionRequest
 
 POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
 

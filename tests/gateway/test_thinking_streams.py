@@ -17,13 +17,14 @@ from contracts.ids import Epoch, RequestId
 from gateway.api.openai.chat import ChatFormatter, ParsedChatFormatter
 from gateway.api.openai.responses import ResponsesFormatter
 from gateway.api.openai.responses_input import to_chat
-from gateway.api.openai.schema import ChatRequest, ResponsesRequest, parse
+from gateway.api.openai.schema import ResponsesRequest, parse
 from gateway.generation.generation_state import GenerationState, OutputDelta
 from gateway.generation.output_parser import OutputParserSpec, parser_spec
 from gateway.generation.usage import Usage
 from gateway.prompting.chat_template import Prompting
 from gateway.prompting.generation_request import GenerationRequest
 from gateway.prompting.pipeline import prepare_chat
+from gateway.prompting.request_fields import ChatRequest
 from gateway.prompting.token_budget import ServingLimits
 from gateway.reasoning.harmony import Harmony
 from gateway.tool_calling.tool_choice import calling_of

@@ -11,9 +11,9 @@ import pytest
 
 from checkpoint import Checkpoint
 from contracts.errors import ConfigError
-from gateway.api.openai.schema import ChatRequest
 from gateway.api.openapi import ChatReply
 from gateway.prompting.chat_template import Prompting
+from gateway.prompting.request_fields import ChatRequest
 from gateway.settings import GatewaySettings
 from tests.gateway.sayings import SAY, prompt, saying
 from tests.gateway.tool_calls import CALL, HISTORY, MADE, PARIS, TOOLS, TWO, WEATHER

@@ -12,9 +12,9 @@ from llguidance import LLMatcher, LLTokenizer
 
 from checkpoint import open_checkpoint
 from contracts.errors import RequestError
-from gateway.api.openai.schema import CompletionRequest
 from gateway.prompting.answer_grammar import AnswerPrefix, answer_grammar
 from gateway.prompting.chat_template import Prompting
+from gateway.prompting.request_fields import CompletionRequest
 from gateway.tool_calling import hermes, llama3_json, mistral, smollm2
 from gateway.tool_calling.call_grammar import calls_grammar
 from gateway.tool_calling.events import ToolCallArguments, ToolCallFinished

@@ -7,9 +7,10 @@ import msgspec
 from msgspec import Meta
 
 from contracts.errors import RequestError
-from gateway.api.openai.schema import ChatRequest, Message, ResponsesRequest, ResponseText
+from gateway.api.openai.schema import ResponsesRequest, ResponseText
 from gateway.grammar.structured_outputs import JsonSchema, ResponseFormat
 from gateway.json_decoding import converted, words_of
+from gateway.prompting.request_fields import ChatRequest, Message
 from gateway.tool_calling.tool_choice import (
     AllowedTools,
     CustomTool,

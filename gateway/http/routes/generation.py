@@ -7,7 +7,6 @@ from fastapi import APIRouter, Request, Response
 
 from gateway.api.openai.chat import ChatFormatter, ParsedChatFormatter
 from gateway.api.openai.completions import CompletionFormatter
-from gateway.api.openai.schema import ChatRequest, CompletionRequest
 from gateway.api.openapi import ChatReply, TextReply, returns, takes
 from gateway.generation.output_parser import parser_spec
 from gateway.http.context import AppContext
@@ -15,6 +14,7 @@ from gateway.http.generation_start import start_generation
 from gateway.http.request_ids import response_id
 from gateway.http.request_reading import ChatBody, CompletionBody
 from gateway.prompting.pipeline import prepare_chat, prepare_completion
+from gateway.prompting.request_fields import ChatRequest, CompletionRequest
 from gateway.serving.disconnect import run_until_disconnect
 from gateway.tool_calling.tool_choice import calling_of, narrowed
 
