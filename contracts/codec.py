@@ -20,7 +20,8 @@ encode = _encoder.encode
 def decoder(kind: Any) -> msgspec.msgpack.Decoder:
     """Return a decoder for `kind`, a Struct or a union of tagged ones.
 
-    It is built once and used often, and raises msgspec.DecodeError on bad bytes.
+    It is built once and used often, and raises msgspec.DecodeError on bad bytes; UnicodeDecodeError where a text is not
+    UTF-8.
     """
     return msgspec.msgpack.Decoder(kind)
 

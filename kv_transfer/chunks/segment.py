@@ -45,5 +45,5 @@ def read_meta(meta: np.ndarray) -> KVSegment:
     nbytes = int.from_bytes(meta[:_LENGTH_NBYTES].tobytes(), "little")
     try:
         return _decoder.decode(meta[_LENGTH_NBYTES : _LENGTH_NBYTES + min(nbytes, META_NBYTES)].tobytes())
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise Corrupt(f"the head of a data message is unreadable: {error}") from error

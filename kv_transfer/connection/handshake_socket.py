@@ -87,7 +87,7 @@ class HandshakeSocket:
         self.raw_received = self._exactly(nbytes)
         try:
             return ANY_FRAME.decode(self.raw_received)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise TransferError(f"unreadable handshake: {error}") from error
 
     @property

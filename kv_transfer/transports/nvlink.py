@@ -48,7 +48,7 @@ class NvlinkTransport:
         """
         try:
             sharing = msgspec.msgpack.decode(params, type=NvlinkPoolExport)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise TransferError(f"the peer does not say what it shares: {error}") from error
         return MappedPool(self._pool.attach(sharing.pool, sharing.mark)), b""
 

@@ -121,7 +121,7 @@ class _UcxDeviceOffer:
 def _read(params: bytes) -> Proposal:
     try:
         said = msgspec.msgpack.decode(params, type=Proposal)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise TransferError(f"the peer does not say how it stages: {error}") from error
     if said.slot_nbytes <= 0:
         raise TransferError(f"the peer's slots have {said.slot_nbytes} bytes")

@@ -48,7 +48,7 @@ def _add_work(app: FastAPI, state: WorkerState) -> None:
             messages = jobs_decoder.decode(data)
         except RequestError as error:
             return refusal(413, error.code, str(error))
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             return refusal(400, "invalid_request", f"the body is not a msgpack array of jobs and cancels: {error}")
         refused = _no_taker(state, messages)
         if refused is not None:  # only the jobs; a cancelled request in the same body is here already, and ends
