@@ -1,4 +1,7 @@
-"""The checksum of a chunk: 64 bits, order-sensitive, chained over its messages, seeded with the epoch."""
+"""The checksum of a chunk: 64 bits, order-sensitive, chained over its messages.
+
+It is seeded with the epoch of a handoff, or the key of a stored block.
+"""
 
 import numpy as np
 import xxhash
@@ -9,6 +12,11 @@ from contracts.ids import Epoch
 def seed(epoch: Epoch) -> int:
     """Return the checksum of no data; attempts differ in it by their epoch."""
     return epoch & 0xFFFF_FFFF_FFFF_FFFF
+
+
+def seed_of(key: bytes) -> int:
+    """Return the checksum of no data of a stored block; blocks differ in it by their keys."""
+    return int.from_bytes(key[:8], "little")
 
 
 def of_pages(epoch: Epoch, sums: np.ndarray) -> int:

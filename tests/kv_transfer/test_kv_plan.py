@@ -83,6 +83,8 @@ def test_ids_that_do_not_fit_are_refused_when_written() -> None:
 def test_noise_before_a_piece_is_corrupt_and_nothing_else(noise: bytes) -> None:
     try:
         read_meta(np.frombuffer(noise, dtype=np.uint8))
+    except Corrupt:
+        return
 
 
 def test_a_head_with_letters_that_are_none_is_corrupt() -> None:
@@ -91,8 +93,6 @@ def test_a_head_with_letters_that_are_none_is_corrupt() -> None:
     meta[meta.tobytes().index(b"r1")] = 0xFF
     with pytest.raises(Corrupt):
         read_meta(meta)
-    except Corrupt:
-        return
 
 
 @pytest.mark.parametrize("options", [{"transport": "pigeon"}, {"secret": b""}, {"num_slots": 0}, {"heartbeat_s": 0}])

@@ -1,0 +1,173 @@
+"""The stored form of a block of KV, and the one function that decides whether it may be used.
+
+    0   magic     4 bytes  "TKVB"
+    4   version   u16
+    6   reserved  u16      0
+    8   offset    u32      of the payload; a multiple of ALIGNMENT
+    12  meta      u32      bytes of the BlockFacts, in msgpack, that follow
+    16  checksum  u64      XXH3 of all other bytes, seeded with the key
+    24  BlockFacts, zeros up to the payload, payload
+
+Numbers are little-endian. Records lie in memory, on disks and in stores of several workers, where bits flip, writes
+tear, and other models, layouts and releases leave theirs.
+"""
+
+import struct
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from contracts import codec
+from contracts.errors import Corrupt, LayoutMismatch
+from contracts.kv_store import BlockKey
+from contracts.layout import KVLayout
+from kv_transfer.chunks import checksum as integrity
+
+VERSION = 1
+ALIGNMENT = 64
+RAW = "raw"
+"""The codec of a payload that is the block's bytes as they are."""
+_MAGIC = b"TKVB"
+_PREFIX = struct.Struct("<4sHHIIQ")
+_NUM_BEFORE_CHECKSUM = 16
+_PER_SHARD = ("tp_size",)
+"""The fields of a layout that say how a cache is cut over devices: a stored block is whole."""
+
+
+class BlockFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a record states about its payload.
+
+    `layout` has the fields of the block's KVLayout, so that one which differs can be named. `codec` and `level` say how
+    `raw_nbytes` of KV became `stored_nbytes` of payload.
+    """
+
+    key: bytes
+    layout: dict[str, Any]
+    group: int
+    num_tokens: int
+    codec: str
+    level: int
+    raw_nbytes: int
+    stored_nbytes: int
+
+
+class VerifiedBlock(msgspec.Struct, frozen=True):
+    """A block that may be used: `payload`, uint8, lies in the record."""
+
+    facts: BlockFacts
+    payload: np.ndarray
+
+
+_decoder = codec.decoder(BlockFacts)
+
+
+def facts_of(
+    key: BlockKey,
+    layout: KVLayout,
+    *,
+    raw_nbytes: int,
+    stored_nbytes: int,
+    group: int = 0,
+    codec: str = RAW,
+    level: int = 0,
+) -> BlockFacts:
+    """Return the facts of a full block of `layout`."""
+    return BlockFacts(
+        key=key,
+        layout=shared_fields(layout),
+        group=group,
+        num_tokens=layout.block_size,
+        codec=codec,
+        level=level,
+        raw_nbytes=raw_nbytes,
+        stored_nbytes=stored_nbytes,
+    )
+
+
+def shared_fields(layout: KVLayout) -> dict[str, Any]:
+    """Return the fields of a layout that workers with other numbers of shards have as well."""
+    fields = msgspec.to_builtins(layout)
+    return {name: value for name, value in fields.items() if name not in _PER_SHARD}
+
+
+def max_record_nbytes(layout: KVLayout) -> int:
+    """Return the size of the largest record of a block of `layout`, whose payload is raw."""
+    facts = facts_of(BlockKey(bytes(64)), layout, raw_nbytes=layout.block_nbytes, stored_nbytes=layout.block_nbytes)
+    return _payload_offset(codec.encode(facts)) + layout.block_nbytes
+
+
+def begin_record(facts: BlockFacts, into: memoryview) -> np.ndarray:
+    """Write all but the payload and the checksum.
+
+    Returns where the payload belongs, uint8 `[stored_nbytes]`. Raises ValueError if `into` is too short.
+    """
+    meta = codec.encode(facts)
+    offset = _payload_offset(meta)
+    if offset + facts.stored_nbytes > len(into):
+        raise ValueError(f"a record of {offset + facts.stored_nbytes} bytes does not fit {len(into)}")
+    _PREFIX.pack_into(into, 0, _MAGIC, VERSION, 0, offset, len(meta), 0)
+    into[_PREFIX.size : offset] = meta.ljust(offset - _PREFIX.size, b"\0")
+    return np.frombuffer(into, np.uint8)[offset : offset + facts.stored_nbytes]
+
+
+def seal_record(facts: BlockFacts, record: memoryview) -> memoryview:
+    """Write the checksum over a payload that is complete; return the record, without what lies behind it."""
+    offset = _PREFIX.unpack_from(record)[3]
+    whole = record[: offset + facts.stored_nbytes]
+    struct.pack_into("<Q", record, _NUM_BEFORE_CHECKSUM, _checksum(BlockKey(facts.key), whole))
+    return whole
+
+
+def verify(record: memoryview, key: BlockKey, layout: KVLayout, group: int = 0) -> VerifiedBlock:
+    """Return the block in a record, if it is that of `key` in `layout` to the last bit.
+
+    Raises Corrupt, which names the field that is at fault, and LayoutMismatch if it is another layout's.
+    """
+    facts, offset, checksum = _read_facts(record)
+    _require("key", bytes(facts.key).hex(), key.hex())
+    if checksum != _checksum(key, record):
+        raise Corrupt("checksum differs: the record is not what was written")
+    for field, ours in shared_fields(layout).items():
+        theirs = facts.layout.get(field)
+        if theirs != ours:
+            raise LayoutMismatch(field, ours, theirs)
+    _require("layout", sorted(facts.layout), sorted(shared_fields(layout)))
+    _require("group", facts.group, group)
+    _require("num_tokens", facts.num_tokens, layout.block_size)
+    _require("raw_nbytes", facts.raw_nbytes, layout.block_nbytes)
+    if facts.codec == RAW:
+        _require("stored_nbytes", facts.stored_nbytes, facts.raw_nbytes)
+    return VerifiedBlock(facts, np.frombuffer(record, np.uint8)[offset:])
+
+
+def _read_facts(record: memoryview) -> tuple[BlockFacts, int, int]:
+    """Return facts, the payload's offset and the stated checksum. Raises Corrupt if they can't be read."""
+    if len(record) < _PREFIX.size:
+        raise Corrupt(f"nbytes is {len(record)}, shorter than the head of a record")
+    magic, version, _, offset, meta_nbytes, checksum = _PREFIX.unpack_from(record)
+    _require("magic", magic, _MAGIC)
+    _require("version", version, VERSION)
+    if not _PREFIX.size + meta_nbytes <= offset <= len(record):
+        raise Corrupt(f"offset is {offset}, of a record of {len(record)} bytes with {meta_nbytes} of facts")
+    try:
+        facts = _decoder.decode(record[_PREFIX.size : _PREFIX.size + meta_nbytes])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Corrupt(f"the facts of the record can't be read: {error}") from error
+    _require("nbytes", len(record), offset + facts.stored_nbytes)
+    return facts, offset, checksum
+
+
+def _require(field: str, found: object, expected: object) -> None:
+    if found != expected:
+        raise Corrupt(f"{field} is {found!r}, expected {expected!r}")
+
+
+def _checksum(key: BlockKey, record: memoryview) -> int:
+    data = np.frombuffer(record, np.uint8)
+    before = integrity.extend(integrity.seed_of(key), data[:_NUM_BEFORE_CHECKSUM])
+    return integrity.extend(before, data[_PREFIX.size :])
+
+
+def _payload_offset(meta: bytes) -> int:
+    return -(-(_PREFIX.size + len(meta)) // ALIGNMENT) * ALIGNMENT
