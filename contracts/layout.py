@@ -2,50 +2,128 @@
 
 import hashlib
 from functools import lru_cache
+from typing import Self
 
 import msgspec
 
-from contracts.errors import LayoutMismatch
+from contracts.errors import ConfigError, LayoutMismatch
 
 ITEM_NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 
-class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """A paged cache of planes of pages `[kv_heads, block, head_dim]`.
+class KVGroup(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
+    """The layers whose KV lies in pages of one form, with a block table of their own.
 
-    Plane 2 * layer is the K of a layer, 2 * layer + 1 its V. The cache lies in `tp_size` shards by KV heads. Each is
-    one allocation `[num_planes, num_blocks, page_nbytes]` of a GPU: the shards' parts of a block in a plane, one after
-    the other, are the page of a cache with one shard. A group with more GPUs than KV heads has copies of each shard,
-    which do not appear here. `model` is a fingerprint of configuration and weights, since the KV of one model means
-    nothing to another. `scales` says where quantization scales are kept ("none": not quantized).
+    A page is `[kv_heads, block, head_dim]`. Each of the `layers` has the same `planes` of pages; the planes of the
+    group are those of its first layer, in this order, then those of its second. `kind` says what the pages hold: "full"
+    is the keys and values of every token. `scales` says where quantization scales are kept ("none": not quantized).
     """
 
-    model: str
-    num_layers: int
+    kind: str = "full"
+    layers: tuple[int, ...]
+    planes: tuple[str, ...] = ("k", "v")
     num_kv_heads: int
     head_dim: int
     block_size: int
     dtype: str
     scales: str = "none"
-    tp_size: int = 1
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
 
     @property
     def num_planes(self) -> int:
-        return 2 * self.num_layers
+        return len(self.planes) * len(self.layers)
 
-    @property
-    def page_nbytes(self) -> int:
-        """Return the bytes of one block in one plane of one shard."""
-        return self.num_kv_heads // self.tp_size * self.block_size * self.head_dim * ITEM_NBYTES[self.dtype]
+    def page_nbytes(self, tp_size: int) -> int:
+        """Return the bytes of one block in one plane of one of `tp_size` shards."""
+        return self.num_kv_heads // tp_size * self.block_size * self.head_dim * ITEM_NBYTES[self.dtype]
 
-    @property
-    def shard_nbytes(self) -> int:
-        """Return the bytes of one block in all planes of one shard."""
-        return self.num_planes * self.page_nbytes
+    def shard_nbytes(self, tp_size: int) -> int:
+        """Return the bytes of one block in all planes of one of `tp_size` shards."""
+        return self.num_planes * self.page_nbytes(tp_size)
 
     @property
     def block_nbytes(self) -> int:
         """Return the bytes of one block in all planes of all shards."""
+        return self.shard_nbytes(1)
+
+    def num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+
+class KVLayout(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
+    """A paged cache of groups of layers.
+
+    The cache lies in `tp_size` shards by KV heads. Each group has one allocation `[num_planes, num_blocks,
+    page_nbytes]` in each shard: the shards' parts of a block in a plane, one after the other, are the page of a cache
+    with one shard. Where more GPUs than KV heads share a cache, there are copies of each shard, which do not appear
+    here. `model` is a fingerprint of configuration and weights, since the KV of one model means nothing to another.
+    `block_size` is the number of tokens that the prefix cache hashes together, and at multiples of which prompts are
+    cut into chunks; the block size of each group divides it.
+
+    Raises ValueError for no group, or a block size that is not divided by a group's.
+    """
+
+    model: str
+    block_size: int
+    groups: tuple[KVGroup, ...]
+    tp_size: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.groups:
+            raise ValueError("a KV layout needs a group of layers")
+        for index, group in enumerate(self.groups):
+            if self.block_size % group.block_size:
+                raise ValueError(f"groups[{index}].block_size is {group.block_size}; blocks are {self.block_size}")
+
+    @classmethod
+    def uniform(
+        cls,
+        *,
+        model: str,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        dtype: str,
+        scales: str = "none",
+        tp_size: int = 1,
+    ) -> Self:
+        """Return the layout of a model all of whose layers are one group of full attention."""
+        group = KVGroup(
+            layers=tuple(range(num_layers)),
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            block_size=block_size,
+            dtype=dtype,
+            scales=scales,
+        )
+        return cls(model=model, block_size=block_size, groups=(group,), tp_size=tp_size)
+
+    def with_groups(self, **changes: object) -> "KVLayout":
+        """Return the layout with these fields of every group changed."""
+        return msgspec.structs.replace(
+            self, groups=tuple(msgspec.structs.replace(group, **changes) for group in self.groups)
+        )
+
+    @property
+    def only_group(self) -> KVGroup:
+        """Return the group of a layout that has one. Raises ConfigError for one that has several."""
+        if len(self.groups) != 1:
+            kinds = ", ".join(group.kind for group in self.groups)
+            raise ConfigError(f"this KV cache holds one group of layers; the layout has {len(self.groups)}: {kinds}")
+        return self.groups[0]
+
+    @property
+    def shard_nbytes(self) -> int:
+        """Return the bytes of `block_size` tokens in all groups of one shard."""
+        return sum(self.block_size // group.block_size * group.shard_nbytes(self.tp_size) for group in self.groups)
+
+    @property
+    def block_nbytes(self) -> int:
+        """Return the bytes of `block_size` tokens in all groups of all shards."""
         return self.tp_size * self.shard_nbytes
 
     @property
@@ -55,14 +133,26 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     def num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def difference(self, theirs: "KVLayout") -> str | None:
-        """Return the first field that differs, or None."""
-        return next((f for f in self.__struct_fields__ if getattr(self, f) != getattr(theirs, f)), None)
+    def difference(self, theirs: "KVLayout") -> tuple[str, object, object] | None:
+        """Return the first field that differs, such as "groups[0].dtype", with its two values, or None."""
+        if field := _first_difference(self, theirs, ("model", "block_size")):
+            return field
+        if len(self.groups) != len(theirs.groups):
+            return "groups", [group.kind for group in self.groups], [group.kind for group in theirs.groups]
+        for index, (ours, other) in enumerate(zip(self.groups, theirs.groups, strict=True)):
+            if found := _first_difference(ours, other, KVGroup.__struct_fields__):
+                return f"groups[{index}].{found[0]}", found[1], found[2]
+        return _first_difference(self, theirs, ("tp_size",))
 
     def require_match(self, theirs: "KVLayout") -> None:
         """Raise LayoutMismatch with the first field that differs."""
-        if field := self.difference(theirs):
-            raise LayoutMismatch(field, getattr(self, field), getattr(theirs, field))
+        if found := self.difference(theirs):
+            raise LayoutMismatch(*found)
+
+
+def _first_difference(ours: object, theirs: object, fields: tuple[str, ...]) -> tuple[str, object, object] | None:
+    pairs = ((name, getattr(ours, name), getattr(theirs, name)) for name in fields)
+    return next((pair for pair in pairs if pair[1] != pair[2]), None)
 
 
 @lru_cache(maxsize=64)  # needed for each chunk, and a pool has few layouts

@@ -63,9 +63,9 @@ class Rehearsal:
             num_tokens=layout.block_size,
             layout_id=layout.layout_id,
             nbytes=plan.chunk_nbytes(layout, layout.block_size),
-            checksum=integrity.of_pages(_EPOCH, _sums(layout.num_planes)),
+            checksum=integrity.of_pages(_EPOCH, _sums(layout.only_group.num_planes)),
         )
-        self._num_planes = layout.num_planes
+        self._num_planes = layout.only_group.num_planes
         self._next_s = 0.0
         self._lock = threading.Lock()
 
@@ -135,7 +135,7 @@ class _Decode(IncomingLink):
 
     def __init__(self, parts: LinkParts, hello: Hello) -> None:
         super().__init__(parts, hello)
-        self._pull_receiver = self._pull_receiver_of(_Nowhere(parts.layout.num_planes), checks=True)
+        self._pull_receiver = self._pull_receiver_of(_Nowhere(parts.layout.only_group.num_planes), checks=True)
 
     def send(self, message: HandoffMessage) -> None:
         self.tell(codec.frame(message))

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import msgspec
 import torch
 
 from contracts.layout import KVLayout
@@ -12,10 +11,10 @@ from kernels import caps, catalog
 from kernels.reference.quant import to_e4m3
 
 NVLINK_RATE = 450e9
-LAYOUT = KVLayout(
+LAYOUT = KVLayout.uniform(
     model="raw", num_layers=32, num_kv_heads=8, head_dim=128, block_size=64, dtype="float8_e4m3fn", scales="none"
 )
-WIDE = msgspec.structs.replace(LAYOUT, dtype="bfloat16")
+WIDE = LAYOUT.with_groups(dtype="bfloat16")
 """The layout of a prefill in bf16 whose peer has LAYOUT."""
 RAW_BLOCKS = 2047
 
@@ -24,10 +23,16 @@ def raw_pool(device: str, layout: KVLayout = LAYOUT, followers: Sequence[bytes] 
     """Return a pool of this layout; an e4m3 one has scales that differ by plane."""
     where = torch.device(device)
     memory = raw_memory(where, layout)
-    scales = [0.01 + 0.003 * plane for plane in range(layout.num_planes)] if layout.dtype == LAYOUT.dtype else []
+    planes = range(LAYOUT.only_group.num_planes)
+    scales = [0.01 + 0.003 * plane for plane in planes] if is_narrow(layout) else []
     pool = DeviceTransferPool(memory, layout, RAW_BLOCKS, catalog.registry(caps.detect(where.type)), scales, followers)
     pool.warm_up()
     return pool
+
+
+def is_narrow(layout: KVLayout) -> bool:
+    """Return whether pages of this layout are e4m3."""
+    return layout.only_group.dtype == LAYOUT.only_group.dtype
 
 
 def raw_memory(device: torch.device, layout: KVLayout) -> Memory:

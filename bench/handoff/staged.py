@@ -26,6 +26,7 @@ from bench.handoff.raw_pages import (
     fill_values,
     holds,
     holds_rounded,
+    is_narrow,
     raw_memory,
     raw_pool,
 )
@@ -101,7 +102,7 @@ def _prefill(
     device: str, transport: str, layout: KVLayout, followers: Sequence[bytes], sizes: tuple[int, int], ours: Any
 ) -> list[ResultRow]:
     with node_of(PREFILL, device, transport, layout, followers) as (node, pool, events):
-        (fill if layout.dtype == LAYOUT.dtype else fill_values)(pool)
+        (fill if is_narrow(layout) else fill_values)(pool)
         address, free = ours.recv(), [torch.cuda.mem_get_info()[0]]
         prefill = Prefill(node, pool, events, WorkerRef(DECODE, Incarnation("1"), "", address))
         rows = []
@@ -184,11 +185,15 @@ def _row(prefill: Prefill, num_pages: int, decode: Any, layout: KVLayout, sizes:
         begin, end = prefill.hand_over(pages)
         times.append(decode.recv() - begin)
         commits.append(end - begin)
-    decode.send((pages, layout.dtype == LAYOUT.dtype))
+    decode.send((pages, is_narrow(layout)))
     assert decode.recv(), "a page differs"
     nbytes, median = num_pages * LAYOUT.block_nbytes, statistics.median(times[NUM_WARM:])
-    params = {"tokens": num_pages * LAYOUT.block_size, "MiB": nbytes >> 20, "checksum": True, "from": layout.dtype}
-    params |= {"ms": round(median * 1e3, 4), "slowest_ms": round(max(times[NUM_WARM:]) * 1e3, 4)}
+    params = {"tokens": num_pages * LAYOUT.block_size, "MiB": nbytes >> 20, "checksum": True}
+    params |= {
+        "from": layout.only_group.dtype,
+        "ms": round(median * 1e3, 4),
+        "slowest_ms": round(max(times[NUM_WARM:]) * 1e3, 4),
+    }
     params |= {"shards": "{} to {}".format(*sizes)} if sizes != (1, 1) else {}
     params |= {"ms_to_commit": round(statistics.median(commits[NUM_WARM:]) * 1e3, 4), "way": prefill.detail()}
     return ResultRow("handoff_staged", nbytes / median / 1e9, "GB/s", params, NVLINK_RATE / 1e9)

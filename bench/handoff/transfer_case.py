@@ -8,8 +8,12 @@ import numpy as np
 from contracts.ids import BlockId
 from contracts.layout import KVLayout
 
-SMOLLM2 = KVLayout(model="SmolLM2-135M", num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, dtype="float32")
-LLAMA = KVLayout(model="Llama-8B", num_layers=32, num_kv_heads=8, head_dim=128, block_size=64, dtype="float8_e4m3fn")
+SMOLLM2 = KVLayout.uniform(
+    model="SmolLM2-135M", num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, dtype="float32"
+)
+LLAMA = KVLayout.uniform(
+    model="Llama-8B", num_layers=32, num_kv_heads=8, head_dim=128, block_size=64, dtype="float8_e4m3fn"
+)
 POOL_NBYTES = 256 << 20
 NUM_SCATTERS = 4
 
@@ -35,7 +39,11 @@ class TransferCase:
 
     @property
     def params(self) -> dict[str, object]:
-        return {"model": self.layout.model, "page KiB": self.layout.page_nbytes // 1024, "tokens": self.num_tokens}
+        return {
+            "model": self.layout.model,
+            "page KiB": self.layout.only_group.page_nbytes(1) // 1024,
+            "tokens": self.num_tokens,
+        }
 
 
 CASES = [
@@ -47,7 +55,8 @@ CASES = [
 
 
 def make_pool(case: TransferCase) -> np.ndarray:
-    shape = (case.layout.num_planes, case.pool_blocks, case.layout.page_nbytes)
+    group = case.layout.only_group
+    shape = (group.num_planes, case.pool_blocks, group.page_nbytes(1))
     return np.frombuffer(bytearray(np.random.default_rng(7).bytes(math.prod(shape))), dtype=np.uint8).reshape(shape)
 
 

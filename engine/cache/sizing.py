@@ -29,7 +29,7 @@ def kv_layout(checkpoint: Checkpoint, block_size: int, dtype: str, rotary: str =
     `rotary`: set where the two parts of a rotary pair lie otherwise than side by side.
     """
     config = checkpoint.config
-    return KVLayout(
+    return KVLayout.uniform(
         model=f"{_fingerprint(config)}-{weights_fingerprint(checkpoint.path)}{rotary}",
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from contracts.layout import KVLayout
+from contracts.layout import KVGroup
 from engine.cpu.kv_cache import KVCache
 from kernels.cpu.isa import has_amx
 
@@ -104,10 +104,10 @@ class AttentionPlan:
     tiles: tuple[TilePlan, ...]
 
 
-def page_index(blocks: np.ndarray, layout: KVLayout, num_blocks: int) -> torch.Tensor:
+def page_index(blocks: np.ndarray, group: KVGroup, num_blocks: int) -> torch.Tensor:
     """Blocks `[N, n]` -> rows of KVCache.pages for K and then V, in the order `[2, N, K, n]`."""
-    heads = blocks[:, None, :] * layout.num_kv_heads + np.arange(layout.num_kv_heads)[None, :, None]
-    return torch.from_numpy(np.stack([heads, heads + num_blocks * layout.num_kv_heads]).reshape(-1))
+    heads = blocks[:, None, :] * group.num_kv_heads + np.arange(group.num_kv_heads)[None, :, None]
+    return torch.from_numpy(np.stack([heads, heads + num_blocks * group.num_kv_heads]).reshape(-1))
 
 
 def plan_decode(tables: np.ndarray, lengths: np.ndarray, cache: KVCache, window: int = 0) -> DecodeAttentionPlan:
@@ -116,8 +116,7 @@ def plan_decode(tables: np.ndarray, lengths: np.ndarray, cache: KVCache, window:
     `tables` `[B, n]` block ids (anything valid past the end), `lengths` `[B]` context tokens, the newest included.
     `window`: how many of them are seen, 0 for all; parts that lie before it are left out.
     """
-    layout = cache.layout
-    pages_per_part = DECODE_PART // layout.block_size
+    pages_per_part = DECODE_PART // cache.group.block_size
     seen_from = np.maximum(lengths - window, 0) if window else np.zeros_like(lengths)
     first_parts = seen_from // DECODE_PART
     num_parts = -(-lengths // DECODE_PART) - first_parts
@@ -131,7 +130,7 @@ def plan_decode(tables: np.ndarray, lengths: np.ndarray, cache: KVCache, window:
     joined = _plan_join(num_parts) if num_parts.max() > 1 else (None, None)
     return DecodeAttentionPlan(
         num_rows=len(lengths),
-        pages=page_index(blocks, layout, cache.num_blocks),
+        pages=page_index(blocks, cache.group, cache.num_blocks),
         mask_P11T=torch.from_numpy(mask)[:, None, None],
         part_rows=torch.from_numpy(rows) if num_parts.max() > 1 else None,
         slots_BS=joined[0],
@@ -204,11 +203,11 @@ def _plan_bucket(
     chunks: TiledChunks, owners: np.ndarray, tile: int, heads: HeadShape, cache: KVCache, window: int
 ) -> TileBucket:
     first = max(tile * heads.tile - window + 1, 0) // 64 * 64 if window else 0
-    columns = np.arange(first // cache.layout.block_size, (tile + 1) * heads.tile // cache.layout.block_size)
+    columns = np.arange(first // cache.group.block_size, (tile + 1) * heads.tile // cache.group.block_size)
     blocks = chunks.tables[owners[:, None], np.minimum(columns, chunks.tables.shape[1] - 1)]
     return TileBucket(
         num_tiles=len(owners),
-        pages=page_index(blocks, cache.layout, cache.num_blocks),
+        pages=page_index(blocks, cache.group, cache.num_blocks),
         mask_RT=_causal_mask(tile, heads, first, window).to(cache.dtype),
     )
 

@@ -131,8 +131,8 @@ def _tables(pieces: SequenceOf[ScheduledChunk]) -> np.ndarray:
 
 def _write_index(blocks: np.ndarray, positions: np.ndarray, cache: KVCache) -> torch.Tensor:
     """Row of each (token, K or V, head) in KVCache.rows."""
-    layout = cache.layout
+    group = cache.group
     planes = blocks[:, None] + np.array([0, cache.num_blocks])
-    heads = planes[:, :, None] * layout.num_kv_heads + np.arange(layout.num_kv_heads)
-    rows = heads * layout.block_size + (positions % layout.block_size)[:, None, None]
+    heads = planes[:, :, None] * group.num_kv_heads + np.arange(group.num_kv_heads)
+    rows = heads * group.block_size + (positions % group.block_size)[:, None, None]
     return torch.from_numpy(rows.reshape(-1))

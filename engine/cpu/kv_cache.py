@@ -15,13 +15,15 @@ class KVCache:
     """The pages of all layers.
 
     `[num_planes, num_blocks, page]`, plane 2 * layer is K and 2 * layer + 1 is V, page `[kv_heads, block, head_dim]`.
+    `group` is the layout's only one.
     """
 
     def __init__(self, layout: KVLayout, num_blocks: int) -> None:
-        self.layout = layout
+        self.layout, self.group = layout, layout.only_group
         self.num_blocks = num_blocks
-        self.dtype = TORCH_DTYPES[layout.dtype]
-        pages_THD = (layout.num_layers, 2, num_blocks, layout.num_kv_heads, layout.block_size, layout.head_dim)
+        self.dtype = TORCH_DTYPES[self.group.dtype]
+        group = self.group
+        pages_THD = (group.num_layers, 2, num_blocks, group.num_kv_heads, group.block_size, group.head_dim)
         # Written once now: what the cache was promised is taken from the system before the first request, so that
         # memory runs short, if it does, at start, and the next worker to size its cache sees what is really left.
         raw = torch.empty(layout.block_nbytes * num_blocks, dtype=torch.uint8).zero_()
@@ -30,7 +32,7 @@ class KVCache:
     @property
     def pool_bytes(self) -> np.ndarray:
         """`[num_planes, num_blocks, page_nbytes]` uint8, the same memory."""
-        flat = self._data.view(self.layout.num_planes, self.num_blocks, -1)
+        flat = self._data.view(self.group.num_planes, self.num_blocks, -1)
         return flat.view(torch.uint8).numpy()
 
     @property
@@ -45,8 +47,8 @@ class KVCache:
 
         `[2 * num_blocks * kv_heads * block, head_dim]`: where one head of one token is written.
         """
-        return self._data[layer].view(-1, self.layout.head_dim)
+        return self._data[layer].view(-1, self.group.head_dim)
 
     def pages(self, layer: int) -> torch.Tensor:
         """K and V of a layer as `[2 * num_blocks * kv_heads, block * head_dim]`: what attention gathers."""
-        return self._data[layer].view(-1, self.layout.block_size * self.layout.head_dim)
+        return self._data[layer].view(-1, self.group.block_size * self.group.head_dim)

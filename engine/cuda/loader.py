@@ -163,7 +163,9 @@ class DeviceBackendBuilder:
         captured = self._captured_nbytes(scratch, scales)
         del scratch
         nbytes = self._cache_nbytes(layout, captured)
-        num_blocks = self._group.smallest(whole_blocks(blocks_in(nbytes, layout), layout.page_nbytes))
+        num_blocks = self._group.smallest(
+            whole_blocks(blocks_in(nbytes, layout), layout.only_group.page_nbytes(layout.tp_size))
+        )
         max_model_len = model_len(self._checkpoint, settings, num_blocks * layout.block_size)
         with advising("the KV cache does not fit on the GPU", "lower kv_cache_mib, or free the GPU"):
             cache = self._cache(layout, num_blocks, scales)
@@ -187,7 +189,8 @@ class DeviceBackendBuilder:
     def _cache(self, layout: KVLayout, num_blocks: int, scales: Scales | None = None) -> DeviceCache:
         kv, offsets = (scales.kv, scales.k_offsets) if scales else (None, None)
         if self._is_smooth and offsets is None:
-            offsets = torch.zeros(layout.num_layers, layout.num_kv_heads, layout.head_dim, device=self._device)
+            group = layout.only_group
+            offsets = torch.zeros(group.num_layers, group.num_kv_heads, group.head_dim, device=self._device)
         return DeviceCache(layout, num_blocks, self._format.pages, self._device, kv, offsets)
 
     def _share(self, cache: DeviceCache) -> None:

@@ -63,10 +63,10 @@ class DeviceRunner:
     """
 
     def __init__(self, launcher: Launcher, sampler: DeviceSampler, tell: Tell = nullcontext) -> None:
-        layout = launcher.cache.layout
+        layout, group = launcher.cache.layout, launcher.cache.layout.only_group
         self.launcher, self._sampler, self._tell = launcher, sampler, tell
         self._block_size, self._spare = layout.block_size, launcher.cache.num_blocks
-        self.early_planes = launcher.model.early_layers * layout.num_planes // layout.num_layers
+        self.early_planes = launcher.model.early_layers * len(group.planes)
         self._told_of: list[Sequence] = []
         self._pending_tokens: dict[RequestId, int] = {}
         self._last: DevicePendingTokens | None = None

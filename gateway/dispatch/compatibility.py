@@ -38,8 +38,8 @@ def _difference(source: NodeInfo, sink: NodeInfo) -> tuple[str, object, object, 
     if source.layout_id in taken.takes:
         out, into = _transports(sent.sends, taken.takes[source.layout_id])
         return "transfer", out, into, ": leave --transfer at auto for both"
-    if source.layout is not None and sink.layout is not None and (field := source.layout.difference(sink.layout)):
-        return field, getattr(source.layout, field), getattr(sink.layout, field), ""
+    if source.layout is not None and sink.layout is not None and (found := source.layout.difference(sink.layout)):
+        return *found, ""
     return "layout_id", source.layout_id, sink.layout_id, ""
 
 

@@ -19,10 +19,9 @@ class PagePool:
             raise ValueError("the pool must be a C-contiguous uint8 array [num_planes, num_blocks, page_nbytes]")
         if layout.tp_size != 1:
             raise ValueError(f"the layout has {layout.tp_size} shards")
-        if (pages.shape[0], pages.shape[2]) != (layout.num_planes, layout.page_nbytes):
-            raise ValueError(
-                f"the pool is {pages.shape}; the layout has {layout.num_planes} planes of {layout.page_nbytes} bytes"
-            )
+        num_planes, page_nbytes = layout.only_group.num_planes, layout.only_group.page_nbytes(1)
+        if (pages.shape[0], pages.shape[2]) != (num_planes, page_nbytes):
+            raise ValueError(f"the pool is {pages.shape}; the layout has {num_planes} planes of {page_nbytes} bytes")
         self.num_planes, self.num_blocks, self.page_nbytes = pages.shape
         self.block_nbytes = layout.block_nbytes
         self._rows = pages.reshape(-1, self.page_nbytes)

@@ -25,7 +25,7 @@ def num_parts(one: KVLayout, other: KVLayout) -> int:
 
 def narrows(sender: KVLayout, receiver: KVLayout) -> bool:
     """Return whether pages must be rounded on the way from sender to receiver."""
-    return (sender.dtype, receiver.dtype) == (_FROM, _TO)
+    return (sender.only_group.dtype, receiver.only_group.dtype) == (_FROM, _TO)
 
 
 def is_possible(sender: Terms, receiver: Terms) -> bool:
@@ -41,7 +41,7 @@ def is_possible(sender: Terms, receiver: Terms) -> bool:
     if not sender.memory == receiver.memory != "host" or not _divide(ours, theirs):
         return False
     if narrows(ours, theirs):
-        ours = msgspec.structs.replace(ours, dtype=_TO, scales=theirs.scales)
+        ours = ours.with_groups(dtype=_TO, scales=theirs.only_group.scales)
         return _same_but_shards(ours, theirs) and _has_scales(receiver) and _round(sender, receiver)
     return _same_but_shards(ours, theirs)
 
@@ -59,9 +59,7 @@ def receivable_layouts(receiver: Terms) -> list[KVLayout]:
     """
     own, receiver = receiver.layout, msgspec.structs.replace(receiver, transport="auto")
     alike = [own, *(msgspec.structs.replace(own, tp_size=size) for size in TP_SIZES if size != own.tp_size)]
-    wider = (
-        [msgspec.structs.replace(layout, dtype=_FROM, scales="none") for layout in alike] if own.dtype == _TO else []
-    )
+    wider = [layout.with_groups(dtype=_FROM, scales="none") for layout in alike] if own.only_group.dtype == _TO else []
     return [
         layout
         for layout in [*alike, *wider]
@@ -81,7 +79,7 @@ def may_use(terms: Terms, transport: str) -> bool:
 
 def _divide(one: KVLayout, other: KVLayout) -> bool:
     fewer, more = sorted((one.tp_size, other.tp_size))
-    return more % fewer == 0 and one.num_kv_heads % more == 0
+    return more % fewer == 0 and one.only_group.num_kv_heads % more == 0
 
 
 def _same_but_shards(one: KVLayout, other: KVLayout) -> bool:
@@ -90,7 +88,9 @@ def _same_but_shards(one: KVLayout, other: KVLayout) -> bool:
 
 def _has_scales(terms: Terms) -> bool:
     scales = terms.plane_scales
-    return len(scales) == terms.layout.num_planes and all(math.isfinite(scale) and scale > 0 for scale in scales)
+    return len(scales) == terms.layout.only_group.num_planes and all(
+        math.isfinite(scale) and scale > 0 for scale in scales
+    )
 
 
 def _round(sender: Terms, receiver: Terms) -> bool:

@@ -1,15 +1,18 @@
 """Hashes, layouts and errors: facts that two machines must agree on."""
 
 import hashlib
+import re
 import struct
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import DecodeError, structs
 
-from contracts.errors import LayoutMismatch, TandemError, by_code
+from contracts.codec import decoder, encode
+from contracts.errors import ConfigError, LayoutMismatch, TandemError, by_code
 from contracts.hashing import chain_hashes, salted
-from contracts.layout import KVLayout
+from contracts.layout import KVGroup, KVLayout
 from contracts.node import TransferCapabilities
 from tests.nodes import node_info, ways
 
@@ -18,7 +21,7 @@ TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=60)
 
 def layout(**changes) -> KVLayout:
     base = {"model": "m", "num_layers": 2, "num_kv_heads": 4, "head_dim": 8, "block_size": 16, "dtype": "float32"}
-    return KVLayout(**(base | changes))
+    return KVLayout.uniform(**(base | changes))
 
 
 @given(TOKENS, TOKENS, st.integers(1, 8))
@@ -56,10 +59,11 @@ def test_a_salt_with_the_bytes_of_a_block_does_not_begin_where_that_block_ends()
 
 def test_sizes_follow_from_the_layout():
     kv = layout()
-    assert (kv.num_planes, kv.page_nbytes, kv.block_nbytes) == (4, 4 * 16 * 8 * 4, 4 * 4 * 16 * 8 * 4)
+    group = kv.only_group
+    assert (group.num_planes, group.page_nbytes(1), kv.block_nbytes) == (4, 4 * 16 * 8 * 4, 4 * 4 * 16 * 8 * 4)
     assert [kv.num_blocks(n) for n in (0, 1, 16, 17)] == [0, 1, 1, 2]
     halves = layout(tp_size=2)
-    assert (halves.page_nbytes, halves.shard_nbytes) == (kv.page_nbytes // 2, kv.block_nbytes // 2)
+    assert (group.page_nbytes(2), halves.shard_nbytes) == (group.page_nbytes(1) // 2, kv.block_nbytes // 2)
     assert (halves.block_nbytes, kv.shard_nbytes) == (kv.block_nbytes, kv.block_nbytes)
 
 
@@ -80,19 +84,64 @@ def test_a_worker_takes_kv_by_the_ways_it_says_of_that_layout_and_memory():
     assert not sink.can_receive_from(node_info(ways=ways(by="", memory="cuda")))
 
 
-@pytest.mark.parametrize("change", [{"model": "n"}, {"block_size": 32}, {"dtype": "bfloat16"}, {"num_kv_heads": 2}])
-def test_a_mismatch_names_the_field_and_both_values(change):
-    ours, theirs = layout(), layout(**change)
-    (field,) = change
-    with pytest.raises(LayoutMismatch, match=field) as caught:
+DRAFT = KVGroup(kind="draft", layers=(2,), num_kv_heads=2, head_dim=4, block_size=8, dtype="bfloat16")
+
+
+def two_groups(**changes) -> KVLayout:
+    """Return a layout with a draft head's layer, in which these fields of that group are changed."""
+    whole = layout()
+    return structs.replace(whole, groups=(*whole.groups, structs.replace(DRAFT, **changes)))
+
+
+def test_the_sizes_of_a_layout_are_those_of_its_groups():
+    kv = structs.replace(two_groups(), tp_size=2)
+    target, draft = kv.groups
+    assert (draft.num_planes, draft.page_nbytes(2), draft.block_nbytes) == (2, 8 * 4 * 2, 2 * 2 * 8 * 4 * 2)
+    assert kv.block_nbytes == target.block_nbytes + 2 * draft.block_nbytes == 2 * kv.shard_nbytes
+    assert [draft.num_blocks(n) for n in (0, 8, 9, 17)] == [0, 1, 2, 3]
+    with pytest.raises(ConfigError, match="full, draft"):
+        kv.only_group  # noqa: B018 - the access is what fails
+
+
+@pytest.mark.parametrize("groups", [(), (structs.replace(DRAFT, block_size=5),)])
+def test_a_layout_without_groups_or_with_blocks_that_do_not_fit_is_refused(groups):
+    bad = {"model": "m", "block_size": 16, "groups": groups}
+    with pytest.raises(ValueError, match=r"needs a group|groups\[0\].block_size is 5"):
+        KVLayout(**bad)
+    with pytest.raises(DecodeError, match=r"needs a group|groups\[0\].block_size is 5"):
+        decoder(KVLayout).decode(encode(bad))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "field", "value"),
+    [
+        (layout(model="n"), "model", "n"),
+        (layout(block_size=32), "block_size", 32),
+        (layout(dtype="bfloat16"), "groups[0].dtype", "bfloat16"),
+        (layout(num_kv_heads=2), "groups[0].num_kv_heads", 2),
+        (layout(scales="page"), "groups[0].scales", "page"),
+        (layout(num_layers=1), "groups[0].layers", (0,)),
+        (layout().with_groups(planes=("v", "k")), "groups[0].planes", ("v", "k")),
+        (layout(tp_size=2), "tp_size", 2),
+        (two_groups(), "groups", ["full", "draft"]),
+    ],
+)
+def test_a_mismatch_names_the_field_and_both_values(theirs, field, value):
+    ours = layout()
+    with pytest.raises(LayoutMismatch, match=re.escape(f"'{field}'")) as caught:
         ours.require_match(theirs)
-    assert (caught.value.field, caught.value.theirs) == (field, change[field])
+    assert (caught.value.field, caught.value.theirs) == (field, value)
     assert ours.layout_id != theirs.layout_id
 
 
 def test_equal_layouts_match_and_share_an_id():
     layout().require_match(layout())
     assert layout().layout_id == layout().layout_id
+
+
+def test_a_mismatch_in_a_later_group_names_that_group():
+    assert two_groups().difference(two_groups(head_dim=8)) == ("groups[1].head_dim", 4, 8)
+    assert two_groups().difference(two_groups()) is None
 
 
 def test_an_error_keeps_its_code_across_processes():

@@ -458,15 +458,15 @@ def test_what_is_coming_is_what_is_done_and_its_early_planes_come_before(folder)
     assert [(c.request_id, c.first_token, c.num_tokens, c.blocks) for c in coming] == [
         (c.request_id, c.first_token, c.num_tokens, c.blocks) for c in chunks
     ]
-    early, planes = coming[0].early_planes, engine.layout.num_planes
+    early, planes = coming[0].early_planes, engine.layout.only_group.num_planes
     assert 0 < early < planes
     assert watcher.said[1:3] == [(False, early), (True, planes)]
     last = max(index for index, said in enumerate(watcher.said) if said in coming)
     assert watcher.said[last + 1 : last + 4] == [(False, planes), (True, planes), "drawn"], "before the token"
 
 
-LAYOUT = KVLayout(model="m", num_layers=2, num_kv_heads=4, head_dim=8, block_size=4, dtype="bfloat16")
-NARROW = msgspec.structs.replace(LAYOUT, dtype="float8_e4m3fn")
+LAYOUT = KVLayout.uniform(model="m", num_layers=2, num_kv_heads=4, head_dim=8, block_size=4, dtype="bfloat16")
+NARROW = LAYOUT.with_groups(dtype="float8_e4m3fn")
 NUM_BLOCKS, SIZES = 40, [(1, 1), (1, 2), (2, 1), (4, 2), (2, 2)]
 
 
@@ -486,7 +486,7 @@ def group(layout: KVLayout, size: int, num_copies: int = 1) -> DeviceCache:
     are filled otherwise.
     """
     registry, layout = catalog.registry(Caps("cpu")), msgspec.structs.replace(layout, tp_size=size)
-    dtype = {"bfloat16": torch.bfloat16, "float8_e4m3fn": torch.float8_e4m3fn}[layout.dtype]
+    dtype = {"bfloat16": torch.bfloat16, "float8_e4m3fn": torch.float8_e4m3fn}[layout.only_group.dtype]
     caches = [DeviceCache(layout, NUM_BLOCKS, dtype, torch.device("cpu")) for _ in range(size * num_copies)]
     for cache in caches:
         cache._memory.tensor.view(torch.bfloat16).normal_()
@@ -544,7 +544,7 @@ def test_what_is_rounded_by_one_group_is_unpacked_by_another(sizes, num_copies, 
     ours, theirs, num_parts = source.transfer_pool, target.transfer_pool, max(sizes)
     recorded(ours, num_parts)
     recorded(theirs, num_parts)
-    scales = [0.5 + plane for plane in range(LAYOUT.num_planes)]
+    scales = [0.5 + plane for plane in range(LAYOUT.only_group.num_planes)]
     narrowing, (packed, came) = (
         ours.narrowing(scales),
         (pool.allocate(20 * NARROW.block_nbytes) for pool in (ours, theirs)),
@@ -618,7 +618,7 @@ def test_what_was_mapped_is_not_after_it_turned_out_to_be_of_no_use(mapped, monk
 
 
 def test_a_group_of_which_one_is_out_of_reach_is_refused_and_maps_nobody(mapped):
-    layout = msgspec.structs.replace(LAYOUT, tp_size=3, num_kv_heads=6)
+    layout = msgspec.structs.replace(LAYOUT.with_groups(num_kv_heads=6), tp_size=3)
     caches = [DeviceCache(layout, NUM_BLOCKS, torch.bfloat16, torch.device("cpu")) for _ in range(2)]
     builder = DeviceBackendBuilder.__new__(DeviceBackendBuilder)
     builder._registry, told = catalog.registry(Caps("cpu")), [b"", caches[1].export(), b"/proc/self/fd/none"]
@@ -645,7 +645,7 @@ def test_a_copy_that_differs_makes_the_sum_of_its_part_wrong():
         byte = parts[2].planes[1, 7, parts[2].offset :]
         byte[0] ^= 1
         differs = cut.verifier.sums(pages) != expected
-        assert differs.sum() == 1 and differs[1, 2 * LAYOUT.num_planes + 1]
+        assert differs.sum() == 1 and differs[1, 2 * LAYOUT.only_group.num_planes + 1]
         sent.launch(pages)
         assert np.array_equal(sent.wait(), expected) == (parts is not cut.parts)
         byte[0] ^= 1

@@ -84,7 +84,7 @@ def test_what_was_written_while_kernels_were_loaded_is_gone_when_scales_are_look
     written, clear = [], DeviceCache.clear
 
     def rest(cache):
-        layers = [cache.layer(index) for index in range(cache.layout.num_layers)]
+        layers = [cache.layer(index) for index in range(cache.layout.only_group.num_layers)]
         return [float(pages.float().abs().sum()) for layer in layers for pages in (layer.keys, layer.values)]
 
     def clear_noted(cache):

@@ -118,7 +118,9 @@ def handed_over(pool, part_counts):
 def test_nothing_compiles_while_pages_are_handed_over_to_groups_of_any_size(dtype, tp_size):
     """Planes that are no multiple of four, of which parts of sums begin anywhere."""
     name = str(dtype).removeprefix("torch.")
-    layout = KVLayout(model="m", num_layers=3, num_kv_heads=8, head_dim=64, block_size=64, dtype=name, tp_size=tp_size)
+    layout = KVLayout.uniform(
+        model="m", num_layers=3, num_kv_heads=8, head_dim=64, block_size=64, dtype=name, tp_size=tp_size
+    )
     scales = torch.ones(3, 2) if name == "float8_e4m3fn" else None
     with noted_launches() as launches:
         caches = [DeviceCache(layout, 8, dtype, torch.device("cpu"), scales) for _ in range(tp_size)]

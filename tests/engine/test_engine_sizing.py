@@ -10,8 +10,8 @@ from engine.settings import EngineSettings
 from tests.e2e.tiny import save_tiny
 
 GIB = 1 << 30
-SMALL = KVLayout(model="m", num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, dtype="bfloat16")
-LARGE = KVLayout(model="m", num_layers=32, num_kv_heads=32, head_dim=128, block_size=16, dtype="float32")
+SMALL = KVLayout.uniform(model="m", num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, dtype="bfloat16")
+LARGE = KVLayout.uniform(model="m", num_layers=32, num_kv_heads=32, head_dim=128, block_size=16, dtype="float32")
 
 
 @pytest.mark.parametrize(

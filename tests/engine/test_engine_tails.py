@@ -109,7 +109,9 @@ def test_rows_of_a_mixed_batch_are_what_they_are_alone(engine):
 @pytest.mark.parametrize("limit", [{}, {"window": 40}, {"segment": 64}], ids=lambda limit: next(iter(limit), "whole"))
 def test_attention_of_tails_has_the_bits_of_attention_of_all_rows(limit, dtype):
     pieces, heads = mixed_batch(16), HeadShape(6, 2, 32, 0.2, **limit)
-    cache = KVCache(KVLayout(model="m", num_layers=1, num_kv_heads=2, head_dim=32, block_size=16, dtype=dtype), 80)
+    cache = KVCache(
+        KVLayout.uniform(model="m", num_layers=1, num_kv_heads=2, head_dim=32, block_size=16, dtype=dtype), 80
+    )
     cache.pages(0).normal_()
     inputs = prepare(pieces, spans(pieces), heads, cache)
     assert inputs.logit_rows is not None
@@ -130,10 +132,10 @@ def test_rows_that_nobody_wants_go_no_further_than_the_last_k_and_v(folder, monk
     pieces = computed_before(engine)
     monkeypatch.setattr("engine.cpu.decoder.attend", lambda q, *rest: noted.append(len(q)) or attend(q, *rest))
     engine.runner.forward_without_sampling(pieces)
-    assert noted == [sum(count for *_, count, _ in SHAPES)] * (engine.layout.num_layers - 1) + [sum(WANTED)]
+    assert noted == [sum(count for *_, count, _ in SHAPES)] * (engine.layout.only_group.num_layers - 1) + [sum(WANTED)]
     noted.clear()
     assert engine.runner.forward_without_sampling([pieces[4]]).logits.shape == (0, VOCAB)
-    assert noted == [64] * (engine.layout.num_layers - 1) + [0]
+    assert noted == [64] * (engine.layout.only_group.num_layers - 1) + [0]
 
 
 def test_rows_that_nobody_wants_go_no_further_than_the_last_k_and_v_on_a_device(folder, monkeypatch):
@@ -154,8 +156,8 @@ def test_rows_that_nobody_wants_go_no_further_than_the_last_k_and_v_on_a_device(
     pieces = computed_before(engine)[3:]  # no decodes, which go by themselves
     noted.clear()
     engine.runner.forward_without_sampling(pieces)
-    whole = [("attn_prefill", sum(count for *_, count, _ in SHAPES[3:]))] * (engine.layout.num_layers - 1)
+    whole = [("attn_prefill", sum(count for *_, count, _ in SHAPES[3:]))] * (engine.layout.only_group.num_layers - 1)
     assert noted == [*whole, ("attn_decode", 4), ("attn_prefill", 90 + 64)]
     noted.clear()
     assert engine.runner.forward_without_sampling([pieces[1]]).logits.shape == (0, VOCAB)
-    assert noted == [("attn_prefill", 64)] * (engine.layout.num_layers - 1)
+    assert noted == [("attn_prefill", 64)] * (engine.layout.only_group.num_layers - 1)

@@ -708,7 +708,7 @@ async def test_a_worker_of_another_model_is_passed_over_and_named(checkpoint):
 
 
 def _layout(dtype: str) -> KVLayout:
-    return KVLayout(model="m", num_layers=1, num_kv_heads=1, head_dim=2, block_size=16, dtype=dtype)
+    return KVLayout.uniform(model="m", num_layers=1, num_kv_heads=1, head_dim=2, block_size=16, dtype=dtype)
 
 
 async def test_a_pair_that_can_not_exchange_kv_is_not_ready_and_the_field_is_named(checkpoint):

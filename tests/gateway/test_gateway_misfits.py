@@ -12,7 +12,7 @@ TO_AUTO = ": leave --transfer at auto for both"
 
 
 def layout(dtype: str) -> KVLayout:
-    return KVLayout(model="m", num_layers=1, num_kv_heads=1, head_dim=2, block_size=16, dtype=dtype)
+    return KVLayout.uniform(model="m", num_layers=1, num_kv_heads=1, head_dim=2, block_size=16, dtype=dtype)
 
 
 WIDE, NARROW = layout("bfloat16"), layout("float8_e4m3fn")
@@ -49,7 +49,7 @@ def of(layout: KVLayout, takes: dict[str, list[str]], sends: str) -> dict:
         (
             worker("p", **of(NARROW, {NARROW.layout_id: ["tcp"]}, "tcp")),
             worker("d", **of(WIDE, {WIDE.layout_id: ["tcp"]}, "tcp")),
-            "dtype is bfloat16 here, float8_e4m3fn there",
+            "groups[0].dtype is bfloat16 here, float8_e4m3fn there",
         ),
         (worker("p", layout_id="l"), worker("d", layout_id="x", ways=ways("x")), "layout_id is x here, l there"),
     ],

@@ -19,7 +19,7 @@ from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 
-LAYOUT = KVLayout(model="m", num_layers=1, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
+LAYOUT = KVLayout.uniform(model="m", num_layers=1, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
 STEPS = (1, 2, *[0] * (len(STEP_TOKENS) - 2), 4)
 ASK = {"prompt": "one two three", "max_tokens": 4}
 

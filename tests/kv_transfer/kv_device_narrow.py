@@ -25,8 +25,10 @@ from kv_transfer.transports import ucx_device
 from tests.kv_transfer import kv_device
 from tests.kv_transfer.kv_pair import Peer, offer_and_grant, send
 
-WIDE = KVLayout(model="m", num_layers=3, num_kv_heads=2, head_dim=64, block_size=64, dtype="bfloat16", scales="none")
-NARROW = msgspec.structs.replace(WIDE, dtype="float8_e4m3fn")
+WIDE = KVLayout.uniform(
+    model="m", num_layers=3, num_kv_heads=2, head_dim=64, block_size=64, dtype="bfloat16", scales="none"
+)
+NARROW = WIDE.with_groups(dtype="float8_e4m3fn")
 NUM_BLOCKS, PAGES, GRANTED = 64, list(range(1, 41)), list(range(20, 60))
 KEPT: list[DeviceCache] = []
 NUM_TOKENS = len(PAGES) * WIDE.block_size - 5
@@ -58,9 +60,9 @@ def make_peers(transport: str = "ucx", *sizes: int) -> tuple[Peer, Peer]:
     prefill's values, on the same blocks.
     """
     ucx_device.SLOT_NBYTES = 1 << 18  # so that a chunk takes several
-    values = (torch.randn(NUM_BLOCKS * WIDE.block_size, 3, 6 * WIDE.head_dim) * 60).bfloat16()
+    values = (torch.randn(NUM_BLOCKS * WIDE.block_size, 3, 6 * WIDE.only_group.head_dim) * 60).bfloat16()
     torch.manual_seed(1)
-    scales = 0.05 + torch.rand(WIDE.num_layers, 2)
+    scales = 0.05 + torch.rand(WIDE.only_group.num_layers, 2)
     peers = []
     sides: list[tuple[str, KVLayout, KVDtype]] = [("prefill", WIDE, "bf16"), ("decode", NARROW, "e4m3")]
     for (name, layout, kv), size in zip(sides, sizes or (1, 1), strict=True):
@@ -84,8 +86,10 @@ def in_shards(whole: DeviceCache, size: int, registry: Registry) -> DeviceCache:
         whole.share(registry)
         return whole
     layout = msgspec.structs.replace(whole.layout, tp_size=size)
-    scales = torch.tensor([(layer.k_scale, layer.v_scale) for layer in map(whole.layer, range(layout.num_layers))])
-    given = scales if whole.layout.scales != "none" else None
+    scales = torch.tensor(
+        [(layer.k_scale, layer.v_scale) for layer in map(whole.layer, range(layout.only_group.num_layers))]
+    )
+    given = scales if whole.layout.only_group.scales != "none" else None
     group = [DeviceCache(layout, NUM_BLOCKS, whole._planes.dtype, whole.device, given) for _ in range(size)]
     for shard, heads in zip(group, whole._planes.view(torch.uint8).chunk(size, dim=2), strict=True):
         shard._planes.view(torch.uint8).copy_(heads)
@@ -96,12 +100,13 @@ def in_shards(whole: DeviceCache, size: int, registry: Registry) -> DeviceCache:
 
 def write(cache: DeviceCache, values: Tensor, kv: KVDtype, registry: Registry) -> None:
     """Every token of every block, at position 0, where RoPE turns nothing. `values` `[tokens, layers, q, k and v]`."""
-    spec = RopeSpec(2, WIDE.num_kv_heads, WIDE.head_dim, WIDE.block_size, kv)
+    spec = RopeSpec(2, WIDE.only_group.num_kv_heads, WIDE.only_group.head_dim, WIDE.block_size, kv)
     tokens, device = len(values), values.device
-    no_turn = torch.cat([torch.ones(1, WIDE.head_dim // 2), torch.zeros(1, WIDE.head_dim // 2)], 1).to(device)
+    half = WIDE.only_group.head_dim // 2
+    no_turn = torch.cat([torch.ones(1, half), torch.zeros(1, half)], 1).to(device)
     slots, zeros = torch.arange(tokens, device=device), torch.zeros(tokens, dtype=torch.int32, device=device)
-    out = torch.empty(tokens, 2, WIDE.head_dim, dtype=torch.bfloat16, device=device)
-    for index in range(WIDE.num_layers):
+    out = torch.empty(tokens, 2, WIDE.only_group.head_dim, dtype=torch.bfloat16, device=device)
+    for index in range(WIDE.only_group.num_layers):
         layer, qkv = cache.layer(index), values[None, :, index].contiguous()
         scales = {"k_scale": layer.k_scale, "v_scale": layer.v_scale}
         registry.get("rope_append", spec)(qkv, zeros, slots, no_turn, out, layer.keys, layer.values, **scales)

@@ -23,7 +23,7 @@ def damaged(pack, pages, into, num_parts) -> None:
 
 
 def main(*sizes: str) -> None:
-    layouts = [msgspec.structs.replace(LAYOUT, num_kv_heads=4, tp_size=int(size)) for size in sizes]
+    layouts = [msgspec.structs.replace(LAYOUT.with_groups(num_kv_heads=4), tp_size=int(size)) for size in sizes]
     names = zip(("prefill", "decode"), layouts, strict=True)
     prefill, decode = (Peer(name, layout=layout, transport="ucx") for name, layout in names)
     offer_and_grant(prefill, decode, "r", 4 * len(PAGES), GRANTED)

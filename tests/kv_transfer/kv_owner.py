@@ -15,7 +15,7 @@ from engine.cache.block_pool import BlockPool
 from kv_transfer.events import ChunkLanded, Drained, LinkStats, MessageReceived, PeerDisconnected, TransferEvent
 from tests.kv_transfer.kv_pair import Peer, fin
 
-LAYOUT = KVLayout(model="fault", num_layers=4, num_kv_heads=2, head_dim=64, block_size=16, dtype="float32")
+LAYOUT = KVLayout.uniform(model="fault", num_layers=4, num_kv_heads=2, head_dim=64, block_size=16, dtype="float32")
 NUM_BLOCKS = 16
 CHUNK_BLOCKS = 4
 CHUNK_TOKENS = CHUNK_BLOCKS * LAYOUT.block_size

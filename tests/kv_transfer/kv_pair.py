@@ -20,7 +20,7 @@ from testing.loopback_transport import LoopbackTransport
 from tests.kv_transfer.kv_pool import PoolOwner
 
 SECRET = b"a secret of tests"
-LAYOUT = KVLayout(model="tiny", num_layers=3, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")
+LAYOUT = KVLayout.uniform(model="tiny", num_layers=3, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")
 DEADLINE_S = 60.0
 
 Kind = TypeVar("Kind")
@@ -40,7 +40,7 @@ class Peer(PoolOwner):
     ) -> None:
         self.name, self.layout = WorkerId(name), layout
         self.incarnation = Incarnation(secrets.token_hex(4))
-        shape = (layout.num_planes, num_blocks, layout.tp_size * layout.page_nbytes)
+        shape = (layout.only_group.num_planes, num_blocks, layout.only_group.page_nbytes(1))
         pages = np.random.default_rng(len(name)).integers(0, 256, shape, dtype=np.uint8)
         super().__init__(name, pages, layout, settings.get("transport"), pool)
         self.woken = threading.Event()

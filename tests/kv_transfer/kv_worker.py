@@ -22,7 +22,7 @@ from kv_transfer.node import TransferNode
 from kv_transfer.settings import TransferSettings
 from tests.kv_transfer.kv_pool import PoolOwner
 
-LAYOUT = KVLayout(model="big", num_layers=8, num_kv_heads=4, head_dim=64, block_size=16, dtype="float32")
+LAYOUT = KVLayout.uniform(model="big", num_layers=8, num_kv_heads=4, head_dim=64, block_size=16, dtype="float32")
 NUM_BLOCKS, NUM_GUARDED, SECRET = 64, 32, b"a secret of tests"
 GRANTED = [BlockId(page) for page in range(NUM_GUARDED, NUM_BLOCKS)]
 NUM_TOKENS = len(GRANTED) * LAYOUT.block_size
@@ -30,7 +30,7 @@ NUM_TOKENS = len(GRANTED) * LAYOUT.block_size
 
 def make_pool() -> np.ndarray:
     """Every byte is the number of its block."""
-    shape = (LAYOUT.num_planes, NUM_BLOCKS, LAYOUT.page_nbytes)
+    shape = (LAYOUT.only_group.num_planes, NUM_BLOCKS, LAYOUT.only_group.page_nbytes(1))
     return np.ascontiguousarray(np.broadcast_to(np.arange(NUM_BLOCKS, dtype=np.uint8)[None, :, None], shape))
 
 
@@ -62,7 +62,7 @@ def offer(worker: Worker, peer: WorkerRef, number: int) -> None:
 
 
 def promise(worker: Worker, peer_id: WorkerId, grant: Grant) -> None:
-    early_planes = LAYOUT.num_planes - 2
+    early_planes = LAYOUT.only_group.num_planes - 2
     worker.node.chunk_scheduled(peer_id, grant.request_id, grant.epoch, 0, NUM_TOKENS, GRANTED, early_planes)
 
 

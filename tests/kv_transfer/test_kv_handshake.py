@@ -11,6 +11,7 @@ from contracts import codec
 from contracts.errors import ConfigError
 from contracts.handoff import Offer
 from contracts.ids import Epoch, Incarnation, RequestId, WorkerId
+from contracts.layout import KVLayout
 from kv_transfer.connection.capabilities import candidates
 from kv_transfer.connection.frames import PROTOCOL, Attach, Hello, Proof, Rejected, Terms
 from kv_transfer.connection.listener import MAX_HANDSHAKES
@@ -43,20 +44,20 @@ def test_a_wrong_secret_is_named_and_the_port_lives_on(make_peer: Make, caplog: 
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("other", "field"),
     [
-        ("model", "other"),
-        ("num_layers", 4),
-        ("block_size", 8),
-        ("dtype", "bfloat16"),
-        ("head_dim", 4),
-        ("scales", "page"),
+        (msgspec.structs.replace(LAYOUT, model="other"), "model"),
+        (msgspec.structs.replace(LAYOUT, block_size=8), "block_size"),
+        (LAYOUT.with_groups(layers=(0, 1, 2, 3)), "groups[0].layers"),
+        (LAYOUT.with_groups(planes=("v", "k")), "groups[0].planes"),
+        (LAYOUT.with_groups(dtype="bfloat16"), "groups[0].dtype"),
+        (LAYOUT.with_groups(head_dim=4), "groups[0].head_dim"),
+        (LAYOUT.with_groups(scales="page"), "groups[0].scales"),
     ],
 )
 def test_layouts_that_differ_are_refused_by_field_on_both_ends(
-    make_peer: Make, field: str, value: object, caplog: pytest.LogCaptureFixture
+    make_peer: Make, other: KVLayout, field: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    other = msgspec.structs.replace(LAYOUT, **{field: value})
     prefill, decode = make_peer("prefill", layout=other), make_peer("decode")
     lost = _lost_after_offer(prefill, decode)
     assert lost.code == "layout_mismatch" and f"'{field}'" in lost.error

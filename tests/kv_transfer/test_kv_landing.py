@@ -27,7 +27,7 @@ from tests.kv_transfer.kv_pair import LAYOUT
 NUM_BLOCKS = 32
 OFFER = Offer(RequestId("r"), Epoch(2), 30, LAYOUT.layout_id)
 GRANT = Grant(OFFER.request_id, OFFER.epoch, [4, 9, 1, 30, 31, 5, 6], 4)  # type: ignore[list-item]
-RING = Ring(2, 3 * LAYOUT.page_nbytes, 1.0)
+RING = Ring(2, 3 * LAYOUT.only_group.page_nbytes(1), 1.0)
 
 
 def _header(**changes: object) -> ChunkHeader:
@@ -165,7 +165,8 @@ class Stage:
 
     def __init__(self, num_late: int = 0) -> None:
         self.staging, self.num_late = (LateStaging if num_late else HostStaging), num_late
-        self.pool = np.zeros((LAYOUT.num_planes, NUM_BLOCKS, LAYOUT.page_nbytes), dtype=np.uint8)
+        shape = (LAYOUT.only_group.num_planes, NUM_BLOCKS, LAYOUT.only_group.page_nbytes(1))
+        self.pool = np.zeros(shape, dtype=np.uint8)
         self.landings = GrantTable(LAYOUT, NUM_BLOCKS)
         self.landings.offered(OFFER)
         self.landings.grant(GRANT)
@@ -224,7 +225,7 @@ def test_an_honest_chunk_lands_on_the_granted_pages_only() -> None:
 @pytest.mark.parametrize("again", [{}, {"index": 1}, {"index": 1, "num_tokens": 4, "nbytes": LAYOUT.block_nbytes}])
 def test_nothing_is_written_where_a_device_still_unpacks_a_chunk(again: dict) -> None:
     """The last is of the chunk's first page alone, and what is missing is of others."""
-    stage, first = Stage(num_late=1), _messages(_header(), slot_nbytes=2 * LAYOUT.page_nbytes)
+    stage, first = Stage(num_late=1), _messages(_header(), slot_nbytes=2 * LAYOUT.only_group.page_nbytes(1))
     stage.play([*first, *_messages(_header(**again), 8)])
     assert (len(stage.landed), stage.bad) == (1, ["pages of it are being written"])
     assert (stage.pool[:, [1, 4, 9]] == 7).all()
@@ -303,7 +304,7 @@ def test_a_message_of_another_size_than_it_can_have_is_bad(sizes: list[int]) -> 
     """In pages, of a block of six and slots of three; its checksum is right, for who looks at nothing else."""
     stage, header, messages, offset = Stage(), _header(num_tokens=4, nbytes=LAYOUT.block_nbytes), [], 0
     payload, checksum = np.full(RING.slot_nbytes, 7, dtype=np.uint8), integrity.seed(header.epoch)
-    for nbytes in (size * LAYOUT.page_nbytes for size in sizes):
+    for nbytes in (size * LAYOUT.only_group.page_nbytes(1) for size in sizes):
         checksum = integrity.extend(checksum, payload[:nbytes])
         messages.append((KVSegment(msgspec.structs.replace(header, checksum=checksum), offset, nbytes), payload))
         offset += nbytes

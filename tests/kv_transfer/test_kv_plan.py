@@ -23,14 +23,14 @@ def test_messages_cover_a_chunk_once_and_fit(num_rows: int, rows_per_message: in
 
 @given(st.permutations(range(12)), st.integers(1, 12))
 def test_gather_then_scatter_moves_pages_plane_by_plane(order: list[int], num_pages: int) -> None:
-    shape = (LAYOUT.num_planes, 12, LAYOUT.page_nbytes)
+    shape = (LAYOUT.only_group.num_planes, 12, LAYOUT.only_group.page_nbytes(1))
     pages = np.random.default_rng(1).integers(0, 256, shape, dtype=np.uint8)
     pool, chosen = PagePool(pages, LAYOUT), order[:num_pages]
     staging = np.empty(num_pages * LAYOUT.block_nbytes, dtype=np.uint8)
-    pool.gather(plan.row_ids(chosen, LAYOUT.num_planes, 12), staging)
-    assert (staging.reshape(LAYOUT.num_planes, num_pages, -1) == pages[:, chosen]).all()
+    pool.gather(plan.row_ids(chosen, LAYOUT.only_group.num_planes, 12), staging)
+    assert (staging.reshape(LAYOUT.only_group.num_planes, num_pages, -1) == pages[:, chosen]).all()
     landed = np.zeros(shape, dtype=np.uint8)
-    PagePool(landed, LAYOUT).scatter(plan.row_ids(chosen[::-1], LAYOUT.num_planes, 12), staging)
+    PagePool(landed, LAYOUT).scatter(plan.row_ids(chosen[::-1], LAYOUT.only_group.num_planes, 12), staging)
     assert (landed[:, chosen[::-1]] == pages[:, chosen]).all()
     assert landed.any(axis=(0, 2)).sum() == num_pages
 

@@ -56,7 +56,7 @@ class Remote:
         self.num_rehearsals, self.marks = 0, True
 
     def sums(self, num_pages: int) -> np.ndarray:
-        return np.full((num_pages, LAYOUT.num_planes), 7, np.uint32)
+        return np.full((num_pages, LAYOUT.only_group.num_planes), 7, np.uint32)
 
     def pull_later(self, pages, into, checks, early_planes, mark):
         if not self.marks:

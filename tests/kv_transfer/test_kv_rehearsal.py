@@ -113,7 +113,7 @@ def test_who_waits_for_a_lone_handoff_without_sleep_rehearses_unless_the_owner_c
         parts(keep_warm=lambda: warmed.append(None), is_busy=lambda: is_busy),
         Hello(PROTOCOL, WorkerId("p"), Incarnation("1"), "prefill", b""),
     )
-    link._pull_receiver = link._pull_receiver_of(rehearsal._Nowhere(LAYOUT.num_planes), checks=True)
+    link._pull_receiver = link._pull_receiver_of(rehearsal._Nowhere(LAYOUT.only_group.num_planes), checks=True)
     is_busy = False
     assert link._poll_timeout_s() == math.inf and not warmed, "no handoff is under way"
     link.grants.offered(Offer(*KEY, 4, LAYOUT.layout_id))

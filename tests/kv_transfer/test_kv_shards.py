@@ -34,7 +34,7 @@ pytestmark = [
     pytest.mark.skipif(DEVICE.type != "cpu", reason="a process can't open its own GPU memory"),
 ]
 
-LAYOUT = KVLayout(model="m", num_layers=2, num_kv_heads=4, head_dim=8, block_size=4, dtype="float32")
+LAYOUT = KVLayout.uniform(model="m", num_layers=2, num_kv_heads=4, head_dim=8, block_size=4, dtype="float32")
 SIZES = [(prefill, decode) for prefill in (1, 2, 4) for decode in (1, 2, 4)]
 UNEQUAL = [(1, 2), (4, 1), (2, 4), (2, 2)]
 PAGES, GRANTED = [3, 4, 5, 9, 10, 11, 0, 63], [5, 9, 1, 2, 60, 61, 7, 8]
@@ -82,7 +82,7 @@ def test_a_shard_of_a_finer_pool_is_a_part_of_the_coarser_ones_page(make_pair) -
     send(prefill, decode, "r", 0, 0, 4, [3])
     decode.wait(ChunkLanded)
     assert decode.device is not None
-    by_head = prefill.pool[:, 3].reshape(LAYOUT.num_planes, LAYOUT.num_kv_heads, -1)
+    by_head = prefill.pool[:, 3].reshape(LAYOUT.only_group.num_planes, LAYOUT.only_group.num_kv_heads, -1)
     for head, shard in enumerate(decode.device._shards):
         assert np.array_equal(shard[:, 7].numpy(), by_head[:, head])
 
@@ -112,7 +112,7 @@ def test_sums_made_before_the_peer_was_known_do(make_pair, sizes: tuple[int, int
     prefill, decode = make_pair(sizes, "nvlink")
     blocks = [BlockId(1), BlockId(2)]
     sums = prefill.checksums(blocks)
-    assert sums is not None and sums.shape == (2, sizes[0] * LAYOUT.num_planes)
+    assert sums is not None and sums.shape == (2, sizes[0] * LAYOUT.only_group.num_planes)
     offer_and_grant(prefill, decode, "r", 8, [5, 9])
     prefill.node.send_chunk(decode.name, RequestId("r"), Epoch(1), 0, 0, 8, blocks, sums)
     decode.wait(ChunkLanded)
@@ -130,7 +130,7 @@ def test_one_prefill_serves_peers_of_several_sizes(make_pair, make_peer: Make) -
         peer.node.commit(prefill.name, Commit(RequestId(request_id), Epoch(1), 1, 0))
         assert pages_equal(prefill, [1, 2], peer, [5, 9])
     sums = prefill.checksums([BlockId(1)])
-    assert sums is not None and sums.shape == (1, (1 + 2 + 4) * LAYOUT.num_planes)
+    assert sums is not None and sums.shape == (1, (1 + 2 + 4) * LAYOUT.only_group.num_planes)
 
 
 @pytest.fixture
@@ -196,7 +196,7 @@ def test_what_was_coming_lands_in_every_shard(make_pair, sizes: tuple[int, int])
 @pytest.mark.parametrize("sizes", [(2, 3), (3, 2)])
 def test_shards_that_do_not_divide_are_refused_by_name(make_peer: Make, sizes: tuple[int, int], monkeypatch) -> None:
     monkeypatch.setenv("KV_TEST_POOL", "device")
-    six = msgspec.structs.replace(LAYOUT, num_kv_heads=6)
+    six = LAYOUT.with_groups(num_kv_heads=6)
     prefill, decode = (
         make_peer(name, layout=sharded(size, six), transport="tcp")
         for name, size in zip(("prefill", "decode"), sizes, strict=True)
@@ -207,7 +207,7 @@ def test_shards_that_do_not_divide_are_refused_by_name(make_peer: Make, sizes: t
 
 
 def test_a_hosts_pool_has_one_shard() -> None:
-    pages = np.zeros((LAYOUT.num_planes, 4, sharded(2).page_nbytes), dtype=np.uint8)
+    pages = np.zeros((LAYOUT.only_group.num_planes, 4, sharded(2).only_group.page_nbytes(2)), dtype=np.uint8)
     with pytest.raises(ValueError, match="2 shards"):
         PagePool(pages, sharded(2))
 
@@ -227,7 +227,7 @@ def test_parts_are_in_the_order_of_the_heads() -> None:
 def test_pages_may_be_wanted_in_as_many_parts_as_any_peer_has_shards(
     num_heads: int, tp_size: int, counts: list[int]
 ) -> None:
-    layout = msgspec.structs.replace(LAYOUT, num_kv_heads=num_heads, tp_size=tp_size)
+    layout = msgspec.structs.replace(LAYOUT.with_groups(num_kv_heads=num_heads), tp_size=tp_size)
     assert conversion.part_counts(layout) == counts
 
 
@@ -245,9 +245,9 @@ def test_nothing_is_compiled_in_a_handshake(make_pair, sizes: tuple[int, int], m
     assert len(warmed) == len(own)
 
 
-NARROW = msgspec.structs.replace(LAYOUT, dtype="float8_e4m3fn", scales="layer-x")
-WIDE = msgspec.structs.replace(LAYOUT, dtype="bfloat16")
-SCALES = [0.5] * LAYOUT.num_planes
+NARROW = LAYOUT.with_groups(dtype="float8_e4m3fn", scales="layer-x")
+WIDE = LAYOUT.with_groups(dtype="bfloat16")
+SCALES = [0.5] * LAYOUT.only_group.num_planes
 
 
 def terms(layout: KVLayout, memory: str = "cuda", scales=(), available: str = "ucx tcp") -> Terms:
@@ -260,7 +260,7 @@ def terms(layout: KVLayout, memory: str = "cuda", scales=(), available: str = "u
         (terms(LAYOUT, memory="host"), [LAYOUT]),
         (terms(LAYOUT), [sharded(1), sharded(2), sharded(4)]),
         (terms(sharded(2)), [sharded(2), sharded(1), sharded(4)]),
-        (terms(sharded(3, msgspec.structs.replace(LAYOUT, num_kv_heads=3))), None),
+        (terms(sharded(3, LAYOUT.with_groups(num_kv_heads=3))), None),
         (terms(NARROW), [sharded(size, NARROW) for size in (1, 2, 4)]),
         (
             terms(NARROW, scales=SCALES),
@@ -280,7 +280,7 @@ def test_a_node_says_what_it_takes_and_how(make_pair) -> None:
     _, decode = make_pair((1, 2), "tcp")
     said = decode.node.ways
     assert (said.sends, said.takes) == (["tcp"], {sharded(size).layout_id: ["tcp"] for size in (2, 1, 4)})
-    pages = np.zeros((LAYOUT.num_planes, 4, LAYOUT.page_nbytes), dtype=np.uint8)
+    pages = np.zeros((LAYOUT.only_group.num_planes, 4, LAYOUT.only_group.page_nbytes(1)), dtype=np.uint8)
     settings = TransferSettings(secret=b"s", transport="tcp")
     node = TransferNode(settings, decode.name, decode.incarnation, LAYOUT, pages, lambda: None)
     assert node.ways == TransferCapabilities(memory="host", sends=["tcp"], takes={LAYOUT.layout_id: ["tcp"]})

@@ -12,9 +12,9 @@ from kv_transfer.connection.capabilities import candidates, ways_of
 from kv_transfer.connection.frames import Terms
 from tests.nodes import node_info
 
-LAYOUT = KVLayout(model="m", num_layers=2, num_kv_heads=4, head_dim=8, block_size=4, dtype="float32")
-NARROW = msgspec.structs.replace(LAYOUT, dtype="float8_e4m3fn", scales="layer-x")
-WIDE = msgspec.structs.replace(LAYOUT, dtype="bfloat16")
+LAYOUT = KVLayout.uniform(model="m", num_layers=2, num_kv_heads=4, head_dim=8, block_size=4, dtype="float32")
+NARROW = LAYOUT.with_groups(dtype="float8_e4m3fn", scales="layer-x")
+WIDE = LAYOUT.with_groups(dtype="bfloat16")
 LAYOUTS = [msgspec.structs.replace(layout, tp_size=size) for layout in (LAYOUT, WIDE, NARROW) for size in (1, 2, 4)]
 NAMES = ["nvlink", "shm", "ucx", "tcp"]
 
@@ -27,7 +27,7 @@ def terms(
     scale: float = 0.5,
     boot_id: str = "a",
 ) -> Terms:
-    scales = [scale] * layout.num_planes
+    scales = [scale] * layout.only_group.num_planes
     return Terms(layout, 64, transport, available.split(), boot_id, True, memory, scales)
 
 

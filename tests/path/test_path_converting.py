@@ -40,7 +40,10 @@ async def test_a_bf16_prefill_and_an_e4m3_decode_are_placed_and_answer(tmp_path)
         )
         route = await Placer(store).place(asked)
         assert (route.prefill.worker_id, route.decode.worker_id) == ("prefill", "decode")
-        assert pair.prefill.engine.layout.dtype == "bfloat16" and pair.decode.engine.layout.dtype == "float8_e4m3fn"
+        assert (
+            pair.prefill.engine.layout.only_group.dtype == "bfloat16"
+            and pair.decode.engine.layout.only_group.dtype == "float8_e4m3fn"
+        )
         answers = pair.answers(PROMPTS, SAMPLING)
         assert [len(answer) for answer in answers] == [6] * len(PROMPTS)
         assert pair.answers(PROMPTS, SAMPLING)[0][0] == answers[0][0]

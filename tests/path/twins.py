@@ -31,7 +31,7 @@ from engine.messages import (
 )
 from kv_transfer.events import ChunkBad, ChunkLanded, Drained, MessageReceived, PeerDisconnected, TransferEvent
 
-LAYOUT = KVLayout(model="fake", num_layers=1, num_kv_heads=1, head_dim=1, block_size=4, dtype="float32")
+LAYOUT = KVLayout.uniform(model="fake", num_layers=1, num_kv_heads=1, head_dim=1, block_size=4, dtype="float32")
 
 
 def expected_token(prompt: list[int], index: int) -> int:

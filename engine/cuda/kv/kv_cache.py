@@ -5,7 +5,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -43,7 +42,7 @@ class DeviceCache:
     """The pages of our shard.
 
     `[num_planes, num_blocks + 1, kv_heads, block, head_dim]` in one allocation, plane 2 * layer K, 2 * layer + 1 V.
-    `layout` is of the whole group.
+    `layout` is of the whole group of workers, and has one group of layers.
 
     The last block belongs to nobody: the rows that pad a batch write there. `scales` `[layers, 2]`: those of K and of V
     by layer, on the host; none for 1. `k_offsets` `[layers, kv_heads, head_dim]`: the keys are smooth. Raises
@@ -59,16 +58,17 @@ class DeviceCache:
         scales: Tensor | None = None,
         k_offsets: Tensor | None = None,
     ) -> None:
-        self.layout = layout if scales is None else msgspec.structs.replace(layout, scales=_name(scales, k_offsets))
+        self.layout = layout if scales is None else layout.with_groups(scales=_name(scales, k_offsets))
+        group = layout.only_group
         self.num_blocks = num_blocks
         self.device = device
-        heads = layout.num_kv_heads // layout.tp_size
-        shape = (layout.num_planes, num_blocks + 1, heads, layout.block_size, layout.head_dim)
+        heads = group.num_kv_heads // layout.tp_size
+        shape = (group.num_planes, num_blocks + 1, heads, group.block_size, group.head_dim)
         # Zeros: what is masked weighs 0, and 0 times a NaN of uninitialised memory is a NaN.
         self._memory = allocate(layout.shard_nbytes * (num_blocks + 1), device)
         self._planes = self._memory.tensor.view(dtype).view(shape)
-        chosen = torch.ones(layout.num_layers, 2) if scales is None else scales
-        offsets = [None] * layout.num_layers if k_offsets is None else k_offsets
+        chosen = torch.ones(group.num_layers, 2) if scales is None else scales
+        offsets = [None] * group.num_layers if k_offsets is None else k_offsets
         self._layers = [
             LayerCache(index, self._planes[2 * index], self._planes[2 * index + 1], k_scale, v_scale, offset)
             for index, ((k_scale, v_scale), offset) in enumerate(zip(chosen.tolist(), offsets, strict=True))

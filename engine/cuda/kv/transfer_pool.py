@@ -60,8 +60,9 @@ class DeviceTransferPool:
         num_copies, rest = divmod(1 + len(followers), layout.tp_size)
         assert rest == 0, f"{layout.tp_size} shards, {len(followers)} followers"
         self.memory, self.scales, self._ranks = memory, list(scales), list(followers)
-        self.num_planes, self.num_blocks, self.page_nbytes = layout.num_planes, num_blocks, layout.page_nbytes
-        self.block_nbytes = layout.block_nbytes
+        group = layout.only_group
+        self.num_planes, self.num_blocks = group.num_planes, num_blocks
+        self.page_nbytes, self.block_nbytes = group.page_nbytes(layout.tp_size), group.block_nbytes
         self.device = memory.tensor.device
         self.checks = True
         self._staging = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
@@ -73,7 +74,7 @@ class DeviceTransferPool:
         held = [tensor.view(self.num_planes, num_blocks + 1, self.page_nbytes) for tensor in tensors]
         self._copies = [held[first::num_copies] for first in range(num_copies)]
         self._shards = self._copies[0]
-        self._registry, self._narrows = registry, layout.dtype == "bfloat16"
+        self._registry, self._narrows = registry, group.dtype == "bfloat16"
         self._reshardings: dict[int, Resharding] = {}
         self._summed = [self.num_shards]  # the numbers of parts that chunks are summed up in; only ever longer
         self._lock = threading.Lock()

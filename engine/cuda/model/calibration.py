@@ -78,7 +78,7 @@ class Scales:
 
 def calibrate(model: Transformer, attention: DeviceAttention, cache: DeviceCache, token_ids: list[int]) -> Scales:
     """`cache` is fresh: its scales are 1 and its offsets 0, and what is not written is 0."""
-    num_layers = cache.layout.num_layers
+    num_layers = cache.layout.only_group.num_layers
     model.peaks = torch.zeros(num_layers, 2, device=cache.device)
     compute_prompt(model, attention, cache, token_ids)
     activations, model.peaks = model.peaks * _MARGIN, None

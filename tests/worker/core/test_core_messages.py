@@ -26,7 +26,7 @@ from worker.messages import (
     Work,
 )
 
-LAYOUT = KVLayout(model="m", num_layers=2, num_kv_heads=1, head_dim=4, block_size=16, dtype="float32")
+LAYOUT = KVLayout.uniform(model="m", num_layers=2, num_kv_heads=1, head_dim=4, block_size=16, dtype="float32")
 R, E, G = RequestId("r"), Epoch(1), GatewayId("g")
 STATUS = CoreStatus(
     num_turns=9,
