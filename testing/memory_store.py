@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from math import inf
@@ -122,10 +122,10 @@ class MemoryStore:
     async def counts(self) -> Counts:
         return to_counts(self._states, self._counters)
 
-    async def pool(self, since_us: int, is_full: bool) -> PoolUpdate:
-        """All of it, each time."""
+    async def pool(self, since_us: int, is_full: bool) -> AsyncGenerator[PoolUpdate, None]:
+        """All of it, each time, at once."""
         rows = [PoolRow(name, worker.counts, worker.load, worker.info) for name, worker in self._workers.items()]
-        return PoolUpdate(now_us=int(self._clock() * 1e6), rows=rows, is_full=True)
+        yield PoolUpdate(now_us=int(self._clock() * 1e6), rows=rows, is_full=True)
 
     async def prefix_holders(self, hashes: Sequence[bytes]) -> list[bytes]:
         now = self._clock()

@@ -4,6 +4,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import aclosing
 from zlib import crc32
 
 import msgspec
@@ -15,7 +16,8 @@ from contracts.request import Route
 from coordinator.placement import policy, prefixes
 from coordinator.placement.policy import Candidate, RouteOffer
 from coordinator.placement.pool_view import SHORTLIST, PoolView
-from coordinator.store.store import Claim, Claimed, ClaimedRoute, ClaimedWorker, PoolUpdate, Store
+from coordinator.placement.prefixes import NO_PREFIXES, PromptPrefixes
+from coordinator.store.store import Claim, Claimed, ClaimedRoute, ClaimedWorker, Store
 
 CHANGES_PERIOD_S, FULL_PERIOD_S = 0.25, 2.0
 """How old a view gets before the changes, or all of the pool, are read. Workers beat each second, so changes bring all
@@ -24,8 +26,6 @@ MIN_PERIOD_S, WORKERS_PER_CLAIM = 0.002, 64
 """Changes are read sooner where placements are many: after one of our own for so many workers, since other gateways
 have placed as much that is not known here. So what reading costs a placement does not depend on the pool. In a small
 one all workers are offered, and the store knows."""
-MAX_PART = 64
-"""Workers that are taken in at once: half a millisecond in which no token leaves."""
 MAX_AGE_S = 1.0
 """A placement waits for a view that is older."""
 MAX_CLAIMS = 4
@@ -35,8 +35,7 @@ MAX_CLAIMS = 4
 class PlaceRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request to place, or (`epoch` > 1) to place again.
 
-    The former attempt's credits then come back in the same step. `prefix_hashes`: contracts.hashing.chain_hashes over
-    blocks of BLOCK_TOKENS, deepest last, at most MAX_BLOCKS. `lease_s`: unless its gateway renews within it, the
+    The former attempt's credits then come back in the same step. `lease_s`: unless its gateway renews within it, the
     request is reaped. `exclude`: workers that refused it.
     """
 
@@ -46,7 +45,7 @@ class PlaceRequest(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int
     max_tokens: int
     lease_s: float
-    prefix_hashes: Sequence[bytes] = ()
+    prefixes: PromptPrefixes = NO_PREFIXES
     exclude: tuple[WorkerId, ...] = ()
 
     @property
@@ -77,7 +76,7 @@ class Placer:
         """
         seen = self._num_begun
         await self._keep_fresh(self._clock())
-        looked_up = prefixes.looked_up(request.prefix_hashes)
+        looked_up = request.prefixes.looked_up
         found = await self._store.prefix_holders(looked_up) if looked_up else []
         for num_refused in range(MAX_CLAIMS):
             if num_refused > 1:  # the counts that came with the first refusal were not all
@@ -141,28 +140,34 @@ class Placer:
         self._num_begun += 1
         number, began_s, self._num_claims = self._num_begun, self._clock(), 0
         is_full = began_s - self._full_s > FULL_PERIOD_S
-        update = await self._store.pool(self._since_us, is_full)
-        if update.now_us < self._since_us or not await self._take_in(update):
-            update, is_full = await self._store.pool(0, True), True
-            await self._take_in(update)
-        self._since_us, self._read_s, self._newest = update.now_us, began_s, number
+        now_us = await self._take_in(self._since_us, is_full)
+        if now_us < self._since_us:
+            now_us, is_full = await self._take_in(0, True), True
+        self._since_us, self._read_s, self._newest = now_us, began_s, number
         self._full_s = began_s if is_full else self._full_s
 
-    async def _take_in(self, update: PoolUpdate) -> bool:
-        """Take what was read into the view in parts, between which others have their turn."""
-        is_known = True
-        for first in range(0, len(update.rows), MAX_PART):
-            is_known &= self._view.apply_part(update.now_us, update.rows[first : first + MAX_PART])
-            await asyncio.sleep(0)
-        self._view.end_update(update)
-        return is_known
+    async def _take_in(self, since_us: int, is_full: bool) -> int:
+        """Take the pool into the view a part at a time, between which others have their turn.
+
+        Returns the store's time; -1 if the store has lost what was read, and the whole pool is to be read anew.
+        """
+        now_us = -1
+        self._view.begin_read()
+        async with aclosing(self._store.pool(since_us, is_full)) as parts:
+            async for part in parts:
+                now_us, is_full = part.now_us, part.is_full
+                if now_us < since_us or not self._view.apply(part):
+                    return -1
+                await asyncio.sleep(0)
+        self._view.end_read(is_full)
+        return now_us
 
     def _now_ms(self) -> float:
         """Return the store's time, by what it was at the last read."""
         return self._since_us / 1000 + (self._clock() - self._read_s) * 1000
 
     def _choose(self, request: PlaceRequest, found: Sequence[bytes]) -> tuple[list[RouteOffer], TandemError | None]:
-        holders = prefixes.holders(request.prefix_hashes, found, 4 * SHORTLIST)
+        holders = prefixes.holders(request.prefixes, found, 4 * SHORTLIST)
         salt = crc32(request.request_id.encode())
         shortlist = self._view.shortlist(request.num_tokens, request.exclude, holders, self._now_ms(), salt)
         try:
@@ -185,7 +190,7 @@ class Placer:
             workers=[self._claimed_worker(worker, request.need_tokens) for worker in workers],
             routes=[_claimed_route(offer, index) for offer in offers],
             num_blocks=request.num_tokens // prefixes.BLOCK_TOKENS,
-            prefix_tail=prefixes.tail(request.prefix_hashes),
+            prefix_tail=request.prefixes.tail,
             prefix_kept_ms=int(prefixes.KEPT_S * 1000),
         )
 

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from contracts.errors import Overloaded, RequestError, TandemError, Unavailable
 from contracts.ids import Epoch, Incarnation, RequestId, WorkerId
 from contracts.node import NodeInfo, NodeLoad, WorkerRole
-from coordinator.store.store import WorkerCost
+from coordinator.store.store import WorkerCost, WorkerCounts
 
 OUTPUT_CREDIT_TOKENS = 256
 """Credit for an answer is at most this. `max_tokens` is a bound that clients leave at its default of thousands, while
@@ -72,7 +72,7 @@ MIN_RETRY_S = 1.0
 MAX_RETRY_S = 60.0
 
 
-class Candidate(msgspec.Struct, frozen=True, kw_only=True):
+class Candidate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A live worker that takes work, as placement sees it.
 
     Tokens include credits taken since its last heartbeat; rates are 0 while unknown. `term`: of its join.
@@ -111,7 +111,7 @@ Pair = tuple[Candidate, Candidate]
 """The worker that computes the prompt, and the one that answers; one may be both."""
 
 
-class RouteOffer(msgspec.Struct, frozen=True, kw_only=True):
+class RouteOffer(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A route that may be taken, with its cost by the counts of the view.
 
     `base_s`: the part of the cost that no count changes. `uncached_tokens`: what the prefill worker has to compute.
@@ -174,7 +174,7 @@ def with_default_rates(candidates: Iterable[Candidate], fastest_rate: float = 0.
         if c.prefill_rate and c.decode_rate and c.transfer_rate
         else replace(
             c,
-            prefill_rate=prefill_rate(c, fastest_rate),
+            prefill_rate=prefill_rate(c.prefill_rate, fastest_rate),
             decode_rate=c.decode_rate or DECODE_RATE,
             transfer_rate=c.transfer_rate or TRANSFER_RATE,
         )
@@ -201,15 +201,17 @@ def offer(prefill: Candidate, decode: Candidate, num_tokens: int, need_tokens: i
     )
 
 
-def to_candidate(info: NodeInfo, load: NodeLoad) -> Candidate:
-    """Return a worker as placement sees it, without what is placed on it."""
+def to_candidate(
+    info: NodeInfo, load: NodeLoad, send_words: frozenset[str], receive_words: frozenset[str]
+) -> Candidate:
+    """Return a worker as placement sees it, without what is placed on it. The words are those of `info`."""
     return Candidate(
         worker_id=info.worker_id,
         incarnation=info.incarnation,
         role=info.role,
         layout_id=info.layout_id,
-        send_words=frozenset(info.send_words),
-        receive_words=frozenset(info.receive_words),
+        send_words=send_words,
+        receive_words=receive_words,
         max_model_len=info.max_model_len,
         capacity_tokens=info.capacity_tokens,
         prompt_tokens_per_mixed_step=load.prompt_tokens_per_mixed_step,
@@ -281,20 +283,21 @@ def overloaded(side: str, wait_s: float) -> Overloaded:
     return Overloaded(f"all {side} workers are full", min(max(wait_s, MIN_RETRY_S), MAX_RETRY_S))
 
 
-def prefill_rate(worker: Candidate, fastest_rate: float) -> float:
+def prefill_rate(measured: float, fastest_rate: float) -> float:
     """Return the rate that a worker measured, or else is taken to have, in tokens a second."""
-    return worker.prefill_rate or fastest_rate or PREFILL_RATE
+    return measured or fastest_rate or PREFILL_RATE
 
 
-def prefill_load_s(worker: Candidate, fastest_rate: float) -> float:
+def prefill_load_s(role: WorkerRole, counts: WorkerCounts, rate: float) -> float:
     """Return the wait that a prompt finds at a worker: the order in which workers are looked at."""
-    stall_s = ITL_S * worker.num_decodes if worker.role is WorkerRole.MIXED else 0.0
-    return worker.pending_tokens / prefill_rate(worker, fastest_rate) + stall_s
+    stall_s = ITL_S * counts.num_decodes if role is WorkerRole.MIXED else 0.0
+    return counts.pending_tokens / rate + stall_s
 
 
-def decode_load_s(worker: Candidate) -> float:
+def decode_load_s(counts: WorkerCounts, capacity_tokens: int, decode_rate: float) -> float:
     """Return the wait that an answer of common length finds at a worker."""
-    return _decode_s(worker, OUTPUT_CREDIT_TOKENS)
+    over_tokens = max(0, counts.reserved_tokens + OUTPUT_CREDIT_TOKENS - capacity_tokens)
+    return over_tokens / (decode_rate or DECODE_RATE) + ITL_S * (counts.num_decodes + 1)
 
 
 def _seconds(cost: WorkerCost, worker: Candidate, need_tokens: int) -> float:

@@ -7,7 +7,8 @@ the store's own, as its updates bring them.
 import math
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import partial
 from heapq import nsmallest
 from itertools import islice
 
@@ -19,10 +20,10 @@ from contracts.request import WorkerRef
 from coordinator.placement.policy import (
     Candidate,
     RouteOffer,
-    can_exchange_kv,
     decode_load_s,
     prefill_load_s,
     prefill_rate,
+    sound_rate,
     to_candidate,
 )
 from coordinator.placement.prefixes import BLOCK_TOKENS, is_cached
@@ -49,8 +50,8 @@ class PoolView:
         self._by_term: dict[str, _Worker] = {}
         self._orders: defaultdict[Kind, _LoadOrder] = defaultdict(_LoadOrder)
         self._sources, self._takers = _WordIndex(), _WordIndex()
-        self._now_ms = 0
-        self.fastest_rate = 0.0
+        self._now_ms = self._num_reads = 0
+        self.fastest_rate, self._has_fastest_changed = 0.0, False
 
     @property
     def nodes(self) -> list[Node]:
@@ -67,26 +68,23 @@ class PoolView:
         worker_ids = {c.worker_id for offer in offers for c in (offer.prefill, offer.decode)}
         return {worker_id: self._workers[worker_id].info.ref for worker_id in worker_ids}
 
-    def apply(self, update: PoolUpdate) -> bool:
+    def begin_read(self) -> None:
+        """Note that a read of the store begins, which `apply` brings and `end_read` ends."""
+        self._num_reads += 1
+
+    def apply(self, part: PoolUpdate) -> bool:
         """Take in what was read, and return whether all was known: else the whole pool is to be read anew."""
-        is_known = self.apply_part(update.now_us, update.rows)
-        self.end_update(update)
-        return is_known
+        self._now_ms = part.now_us // 1000
+        return all([self._apply(row) for row in part.rows]) or part.is_full
 
-    def apply_part(self, now_us: int, rows: Sequence[PoolRow]) -> bool:
-        """Take in some rows of an update, and return whether all were known."""
-        self._now_ms = now_us // 1000
-        return all([self._apply(row) for row in rows])
-
-    def end_update(self, update: PoolUpdate) -> None:
-        """Drop those that a full update does not have, and pass over those that fell silent."""
-        if update.is_full:
-            for worker_id in self._workers.keys() - {row.worker_id for row in update.rows}:
+    def end_read(self, is_full: bool) -> None:
+        """Drop those that a read of all workers did not bring."""
+        if is_full:
+            for worker_id in [name for name, w in self._workers.items() if w.num_read != self._num_reads]:
                 self._remove(worker_id)
-        for worker in [w for w in self._workers.values() if w.places and not w.is_alive(self._now_ms)]:
-            self._order(worker)
-        rates = (w.candidate.prefill_rate for w in self._workers.values() if w.places)
-        self.fastest_rate = max(rates, default=0.0)
+        if self._has_fastest_changed:
+            rates = (w.prefill_rate for w in self._workers.values() if w.places)
+            self.fastest_rate, self._has_fastest_changed = max(rates, default=0.0), False
 
     def update_counts(self, worker_id: WorkerId, counts: WorkerCounts | None, now_ms: float) -> None:
         """Take in fresh counts of one worker, as a claim brings them."""
@@ -96,7 +94,7 @@ class PoolView:
         if counts is None or counts.term != worker.counts.term:
             self._remove(worker_id)  # until the next update brings who it is now
         else:
-            worker.counts, worker.counted_ms = counts, now_ms
+            worker.count(counts, now_ms)
             self._order(worker)
 
     def take(self, offer: RouteOffer, need_tokens: int, num_blocks: int) -> None:
@@ -126,20 +124,20 @@ class PoolView:
             found.setdefault(partner.worker_id, partner)
         for term, (depth, served_blocks) in holders.items():
             worker = self._by_term.get(term)
-            if worker is None or not worker.places or worker.candidate.worker_id in exclude:
+            if worker is None or not self._takes_work(worker) or worker.worker_id in exclude:
                 continue
             if is_cached(served_blocks, worker.counts.num_served_blocks, worker.info.capacity_tokens):
                 cached = min(depth * BLOCK_TOKENS, num_tokens - 1)
-                found[worker.candidate.worker_id] = replace(worker.candidate, cached_tokens=cached)
+                found[worker.worker_id] = replace(worker.candidate, cached_tokens=cached)
         return [self._as_of(found[worker_id], now_ms) for worker_id in sorted(found)]
 
     def _as_of(self, candidate: Candidate, now_ms: float) -> Candidate:
         """Return a worker without the prompts that it has computed since it was counted, at its own pace."""
-        worker = self._workers[candidate.worker_id]
-        if not candidate.pending_tokens or now_ms <= worker.counted_ms:
+        if not candidate.pending_tokens:
             return candidate
-        computed = (now_ms - worker.counted_ms) / 1000 * prefill_rate(candidate, self.fastest_rate)
-        return replace(candidate, pending_tokens=max(0, candidate.pending_tokens - int(computed)))
+        age_ms = now_ms - self._workers[candidate.worker_id].counted_ms
+        computed = int(max(0.0, age_ms) / 1000 * prefill_rate(candidate.prefill_rate, self.fastest_rate))
+        return replace(candidate, pending_tokens=max(0, candidate.pending_tokens - computed)) if computed else candidate
 
     def _apply(self, row: PoolRow) -> bool:
         worker = self._workers.get(row.worker_id)
@@ -154,10 +152,11 @@ class PoolView:
                 return False
             worker = self._workers[row.worker_id] = _Worker(row.info, row.counts)
             self._by_term[row.counts.term] = worker
-            self._sources.add(worker.candidate.send_words, row.worker_id)
-            self._takers.add(worker.candidate.receive_words, row.worker_id)
-        worker.counts, worker.counted_ms = row.counts, self._now_ms
-        if row.load is not None:
+            self._sources.add(worker.send_words, row.worker_id)
+            self._takers.add(worker.receive_words, row.worker_id)
+        worker.num_read = self._num_reads
+        worker.count(row.counts, self._now_ms)
+        if row.load is not None and row.load != worker.load:
             worker.state(row.load)
         self._order(worker)
         return True
@@ -166,39 +165,40 @@ class PoolView:
         worker = self._workers.pop(worker_id, None)
         if worker is None:
             return
-        for kind in worker.places:
-            self._orders[kind].discard(worker_id)
+        self._place(worker, {})
         self._by_term.pop(worker.term, None)
-        self._sources.discard(worker.candidate.send_words, worker_id)
-        self._takers.discard(worker.candidate.receive_words, worker_id)
+        self._sources.discard(worker.send_words, worker_id)
+        self._takers.discard(worker.receive_words, worker_id)
 
     def _add(self, worker_id: WorkerId, num_blocks: int, **counts: int) -> None:
         worker = self._workers.get(worker_id)
         if worker is not None:
             more = {name: getattr(worker.counts, name) + count for name, count in counts.items()}
             served = worker.counts.num_served_blocks + num_blocks
-            worker.counts = replace(worker.counts, num_served_blocks=served, **more)
+            worker.count(replace(worker.counts, num_served_blocks=served, **more), worker.counted_ms)
             self._order(worker)
+
+    def _takes_work(self, worker: "_Worker") -> bool:
+        return worker.is_alive(self._now_ms) and not worker.counts.is_draining
 
     def _order(self, worker: "_Worker") -> None:
         """Put a worker where its load belongs, or nowhere while it takes no work."""
-        worker.count()
-        takes_work = worker.is_alive(self._now_ms) and not worker.counts.is_draining
-        places = dict(self._places(worker.candidate, worker.counted_ms)) if takes_work else {}
-        for kind in worker.places - places.keys():
-            self._orders[kind].discard(worker.candidate.worker_id)
-        for kind, load_s in places.items():
-            self._orders[kind].put(worker.candidate.worker_id, load_s)
-        worker.places = frozenset(places)
+        self._place(worker, worker.loads_s(self.fastest_rate) if self._takes_work(worker) else {})
 
-    def _places(self, worker: Candidate, counted_ms: float) -> Iterator[tuple[Kind, float]]:
-        speed = round(RATE_STEPS * math.log2(worker.prefill_rate)) if worker.prefill_rate else 0
-        if worker.role is not WorkerRole.DECODE:
-            # By when its queue ends, not how long it is: so the order holds while all queues get shorter.
-            load_s = prefill_load_s(worker, self.fastest_rate)
-            yield ("prefill", worker.role, speed), load_s and counted_ms / 1000 + load_s
-        if worker.role is not WorkerRole.PREFILL:
-            yield ("decode", worker.role, 0), decode_load_s(worker)
+    def _place(self, worker: "_Worker", loads_s: Mapping[Kind, float]) -> None:
+        """Take a worker out of the orders that it no longer is in, and into those that it now is."""
+        for kind, load_s in worker.places.items():
+            if loads_s.get(kind) != load_s:
+                self._orders[kind].discard(worker.worker_id, load_s)
+        for kind, load_s in loads_s.items():
+            if worker.places.get(kind) != load_s:
+                self._orders[kind].put(worker.worker_id, load_s)
+        was_fastest = worker.placed_rate == self.fastest_rate
+        worker.places, worker.placed_rate = loads_s, worker.prefill_rate if loads_s else 0.0
+        if worker.placed_rate > self.fastest_rate:
+            self.fastest_rate = worker.placed_rate
+        elif was_fastest and worker.placed_rate < self.fastest_rate:
+            self._has_fastest_changed = True
 
     def _least_loaded(
         self, side: str, num_tokens: int, exclude: Collection[WorkerId], now_ms: float, salt: int
@@ -209,62 +209,108 @@ class PoolView:
         found: list[Candidate] = []
         for order in orders:
             first = order.start(now_ms / 1000, most, salt) if side == "prefill" else 0
-            names = islice(order.rows, first, None)
-            there = (self._workers[name].candidate for _, name in names if name not in exclude)
-            found += islice((c for c in there if num_tokens <= c.max_prompt_tokens), most)
+            there = (c for c in self._those(order, first, exclude) if num_tokens <= c.max_prompt_tokens)
+            found += islice(there, most)
         if found:
             return found
-        there = (self._workers[name].candidate for order in orders for _, name in order.rows if name not in exclude)
+        there = (candidate for order in orders for candidate in self._those(order, 0, exclude))
         longest = max(there, key=lambda c: c.max_prompt_tokens, default=None)
         return [c for c in (longest,) if c is not None]
+
+    def _those(self, order: "_LoadOrder", first: int, exclude: Collection[WorkerId]) -> Iterator[Candidate]:
+        """Yield the workers of an order, behind so many, who have not fallen silent since they were counted."""
+        for _, worker_id in islice(order.rows, first, None):
+            worker = self._workers[worker_id]
+            if worker_id not in exclude and worker.is_alive(self._now_ms):
+                yield worker.candidate
 
     def _partners(self, found: list[Candidate], num_tokens: int, exclude: Collection[WorkerId]) -> Iterator[Candidate]:
         """Yield workers with whom those can exchange KV that can with nobody else who was found."""
         prefills = [c for c in found if c.role is not WorkerRole.DECODE]
         decodes = [c for c in found if c.role is not WorkerRole.PREFILL]
-        lonely = (p for p in prefills if not any(can_exchange_kv(p, d) for d in decodes))
-        for words in {p.send_words for p in lonely}:
+        sent, taken = {p.send_words for p in prefills}, {d.receive_words for d in decodes}
+        senders = {c.worker_id for c in prefills}
+        both = {c.worker_id for c in decodes if c.worker_id in senders}  # a mixed worker needs no partner
+        for words in {p.send_words for p in prefills if p.worker_id not in both and _is_alone(p.send_words, taken)}:
             fit = self._fitting(self._takers.meeting(words), num_tokens, exclude)
-            yield from nsmallest(NUM_PARTNERS, (c for c in fit if c.role is not WorkerRole.PREFILL), key=decode_load_s)
-        lonely = (d for d in decodes if not any(can_exchange_kv(p, d) for p in prefills))
-        for words in {d.receive_words for d in lonely}:
+            takers = (worker for worker in fit if worker.info.role is not WorkerRole.PREFILL)
+            yield from (w.candidate for w in nsmallest(NUM_PARTNERS, takers, key=_Worker.decode_load_s))
+        for words in {d.receive_words for d in decodes if d.worker_id not in both and _is_alone(d.receive_words, sent)}:
             fit = self._fitting(self._sources.meeting(words), num_tokens, exclude)
-            senders = (c for c in fit if c.role is not WorkerRole.DECODE)
-            yield from nsmallest(NUM_PARTNERS, senders, key=lambda c: prefill_load_s(c, self.fastest_rate))
+            givers = (worker for worker in fit if worker.info.role is not WorkerRole.DECODE)
+            key = partial(_Worker.prefill_load_s, fastest_rate=self.fastest_rate)
+            yield from (w.candidate for w in nsmallest(NUM_PARTNERS, givers, key=key))
 
     def _fitting(
         self, worker_ids: Iterable[WorkerId], num_tokens: int, exclude: Collection[WorkerId]
-    ) -> Iterator[Candidate]:
+    ) -> Iterator["_Worker"]:
         workers = (self._workers[worker_id] for worker_id in worker_ids if worker_id not in exclude)
-        return (w.candidate for w in workers if w.places and num_tokens <= w.candidate.max_prompt_tokens)
+        return (w for w in workers if self._takes_work(w) and num_tokens <= w.candidate.max_prompt_tokens)
 
 
 class _Worker:
-    """One join of a worker. `candidate`: as placement sees it; `places`: the orders that it is in."""
+    """One join of a worker.
+
+    `candidate`: as placement sees it, made when it is first looked at, since most are counted again before that.
+    `places`: its load in each of the orders that it is in, and `placed_rate` its speed there. `num_read`: the read that
+    brought it last.
+    """
 
     def __init__(self, info: NodeInfo, counts: WorkerCounts) -> None:
-        self.info, self.counts, self.term = info, counts, counts.term
-        self.places: frozenset[Kind] = frozenset()
-        self.counted_ms = 0.0
+        self.info, self.worker_id, self.term = info, info.worker_id, counts.term
+        self.send_words, self.receive_words = frozenset(info.send_words), frozenset(info.receive_words)
+        self.places: Mapping[Kind, float] = {}
+        self.placed_rate, self.num_read = 0.0, 0
+        self.count(counts, 0.0)
         self.state(NodeLoad())
-        self.count()
 
     def is_alive(self, now_ms: int) -> bool:
         return self.counts.term != "0" and now_ms < self.counts.alive_until_ms
 
     def state(self, load: NodeLoad) -> None:
-        self.load = load
-        self._stated = to_candidate(self.info, load)
+        self.load, self.prefill_rate = load, sound_rate(load.prefill_rate)
+        speed = round(RATE_STEPS * math.log2(self.prefill_rate)) if self.prefill_rate else 0
+        self._prefill_kind, self._decode_kind = ("prefill", self.info.role, speed), ("decode", self.info.role, 0)
+        self._stated = self._candidate = None
 
-    def count(self) -> None:
-        self.candidate = replace(
-            self._stated,
-            term=self.term,
-            pending_tokens=self.counts.pending_tokens,
-            reserved_tokens=self.counts.reserved_tokens,
-            num_decodes=self.counts.num_decodes,
-            num_answers=self.counts.num_answers,
-        )
+    def count(self, counts: WorkerCounts, counted_ms: float) -> None:
+        self.counts, self.counted_ms = counts, counted_ms
+        self._candidate = None
+
+    @property
+    def candidate(self) -> Candidate:
+        if self._candidate is None:
+            if self._stated is None:
+                self._stated = to_candidate(self.info, self.load, self.send_words, self.receive_words)
+            self._candidate = replace(
+                self._stated,
+                term=self.term,
+                pending_tokens=self.counts.pending_tokens,
+                reserved_tokens=self.counts.reserved_tokens,
+                num_decodes=self.counts.num_decodes,
+                num_answers=self.counts.num_answers,
+            )
+        return self._candidate
+
+    def prefill_load_s(self, fastest_rate: float) -> float:
+        return prefill_load_s(self.info.role, self.counts, prefill_rate(self.prefill_rate, fastest_rate))
+
+    def decode_load_s(self) -> float:
+        return decode_load_s(self.counts, self.info.capacity_tokens, sound_rate(self.load.decode_rate))
+
+    def loads_s(self, fastest_rate: float) -> dict[Kind, float]:
+        """Return its place in the order of each side that it serves.
+
+        A prompt's is the time at which the queue ends, not how long it is: so the order holds while all queues get
+        shorter.
+        """
+        found: dict[Kind, float] = {}
+        if self.info.role is not WorkerRole.DECODE:
+            load_s = self.prefill_load_s(fastest_rate)
+            found[self._prefill_kind] = load_s and self.counted_ms / 1000 + load_s
+        if self.info.role is not WorkerRole.PREFILL:
+            found[self._decode_kind] = self.decode_load_s()
+        return found
 
 
 class _LoadOrder:
@@ -272,23 +318,17 @@ class _LoadOrder:
 
     def __init__(self) -> None:
         self.rows: list[tuple[float, WorkerId]] = []
-        self._load_s: dict[WorkerId, float] = {}
 
     def put(self, worker_id: WorkerId, load_s: float) -> None:
-        if self._load_s.get(worker_id) != load_s:
-            self.discard(worker_id)
-            self._load_s[worker_id] = load_s
-            insort(self.rows, (load_s, worker_id))
+        insort(self.rows, (load_s, worker_id))
 
     def start(self, now_s: float, most: int, salt: int) -> int:
         """Return where to look first: among those without a queue by now, if they are more than are looked at."""
         num_idle = bisect_left(self.rows, (now_s,))
         return salt % (num_idle - most) if num_idle > most else 0
 
-    def discard(self, worker_id: WorkerId) -> None:
-        load_s = self._load_s.pop(worker_id, None)
-        if load_s is not None:
-            del self.rows[bisect_left(self.rows, (load_s, worker_id))]
+    def discard(self, worker_id: WorkerId, load_s: float) -> None:
+        del self.rows[bisect_left(self.rows, (load_s, worker_id))]
 
 
 class _WordIndex:
@@ -307,3 +347,7 @@ class _WordIndex:
 
     def meeting(self, words: frozenset[str]) -> Iterator[WorkerId]:
         return (worker_id for those, ids in self._workers.items() if not those.isdisjoint(words) for worker_id in ids)
+
+
+def _is_alone(words: frozenset[str], others: Iterable[frozenset[str]]) -> bool:
+    return all(words.isdisjoint(those) for those in others)

@@ -5,12 +5,16 @@ blocks of prompts had been placed on it by then (what has passed through it sinc
 cache), and the depth and hash at which that prompt ended: a conversation that goes on from there is known to the block.
 """
 
+import hashlib
+from bisect import bisect_left
 from collections.abc import Sequence
 
+import msgspec
+
 BLOCK_TOKENS = 64
-"""Tokens in a block of the prefix hashes that placement remembers."""
+"""Tokens in a block of the prefixes that placement remembers."""
 MAX_BLOCKS = 128
-"""At most so many hashes of a prompt count: enough to tell conversations apart, little enough for one round trip."""
+"""At most so many blocks of a prompt count: enough to tell conversations apart, little enough for one round trip."""
 KEPT_S = 600.0
 MAX_HOLDERS = 14
 """Holders that one prefix keeps. A claim puts the two that it takes before them."""
@@ -20,17 +24,45 @@ DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112,
 four fifths are found, two thirds if it is short."""
 
 
-def looked_up(hashes: Sequence[bytes]) -> list[bytes]:
-    """Return the prefixes that are written and looked up, of all hashes of a prompt."""
-    return [hashes[depth - 1] for depth in DEPTHS if depth <= len(hashes)]
+class PromptPrefixes:
+    """The hashes of a prompt's first blocks, each made when it is first asked for.
+
+    Equal prefixes have equal hashes, in any process. `salt`: prompts of different salts have no hash in common.
+    """
+
+    def __init__(self, token_ids: Sequence[int], salt: bytes = b"") -> None:
+        self.num_blocks = min(len(token_ids) // BLOCK_TOKENS, MAX_BLOCKS)
+        self._token_ids = token_ids
+        self._digests = {0: salt}
+
+    @property
+    def looked_up(self) -> list[bytes]:
+        """The prefixes that are written and looked up, the shortest first."""
+        return [self.digest(depth) for depth in DEPTHS if depth <= self.num_blocks]
+
+    @property
+    def tail(self) -> str:
+        """What a holder says of where its prompt ended."""
+        return f"{self.num_blocks}:{self.digest(self.num_blocks)[:4].hex()}" if self.num_blocks else ""
+
+    def digest(self, depth: int) -> bytes:
+        """Return the 16-byte BLAKE2b digest of the first `depth` blocks.
+
+        It is made over that of the next shorter one of DEPTHS and the tokens behind it: a fifth of the work that a
+        digest for each block takes. MessagePack has one form for a token id, which is soon written.
+        """
+        if depth not in self._digests:
+            known = bisect_left(DEPTHS, depth)
+            before = DEPTHS[known - 1] if known else 0
+            behind = _encode(list(self._token_ids[before * BLOCK_TOKENS : depth * BLOCK_TOKENS]))
+            self._digests[depth] = hashlib.blake2b(self.digest(before) + behind, digest_size=16).digest()
+        return self._digests[depth]
 
 
-def tail(hashes: Sequence[bytes]) -> str:
-    """Return what a holder says of where its prompt ended."""
-    return f"{len(hashes)}:{hashes[-1][:4].hex()}" if hashes else ""
+NO_PREFIXES = PromptPrefixes(())
 
 
-def holders(hashes: Sequence[bytes], found: Sequence[bytes], limit: int) -> dict[str, tuple[int, int]]:
+def holders(prompt: PromptPrefixes, found: Sequence[bytes], limit: int) -> dict[str, tuple[int, int]]:
     """Return some terms that hold the deepest prefixes, `limit` if there are as many.
 
     They come as term -> the depth in blocks, and when it was served, in blocks placed on that worker. `found`: the
@@ -43,7 +75,7 @@ def holders(hashes: Sequence[bytes], found: Sequence[bytes], limit: int) -> dict
             seen = entry
             for holder in entry.decode().split():
                 term, blocks, *ended = holder.split(":")
-                deepest.setdefault(term, (_end(hashes, ended) or depth, int(blocks)))
+                deepest.setdefault(term, (_end(prompt, ended) or depth, int(blocks)))
         if len(deepest) >= limit:
             break
     return deepest
@@ -60,10 +92,13 @@ def is_cached(served_blocks: int, num_served_blocks: int, capacity_tokens: int) 
     return (num_served_blocks - served_blocks) * BLOCK_TOKENS < max(capacity_tokens, MAX_BLOCKS * BLOCK_TOKENS)
 
 
-def _end(hashes: Sequence[bytes], ended: Sequence[str]) -> int:
+def _end(prompt: PromptPrefixes, ended: Sequence[str]) -> int:
     """Return the depth at which a holder's prompt ended, if this one begins with all of it; else 0."""
     depth = int(ended[0])
-    return depth if depth <= len(hashes) and hashes[depth - 1][:4].hex() == ended[1] else 0
+    return depth if depth <= prompt.num_blocks and prompt.digest(depth)[:4].hex() == ended[1] else 0
+
+
+_encode = msgspec.msgpack.Encoder().encode
 
 
 def _kept(entry: bytes) -> bytes:

@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,7 +42,9 @@ CALL_TIMEOUT_S = 4 * TIMEOUT_S
 MAX_CONNECTIONS = 32
 """More calls than this at once wait for one another: Redis runs scripts one at a time anyway."""
 MAX_ROWS = 64
-"""Workers read by one script: a fraction of a millisecond in which others wait, here and at Redis."""
+"""Workers read by one script: a fraction of a millisecond in which others wait at Redis."""
+PART_ROWS = 16
+"""Workers decoded at once: a tenth of a millisecond in which no token leaves."""
 ADOPTED_LEASE_MS = 4000
 """Lease of a request whose own was lost: its gateway renews once a second."""
 MAX_BATCH = 1000
@@ -117,19 +119,20 @@ class RedisStore:
         states, counters = await self._run("counts")
         return to_counts(_ints(states), _ints(counters))
 
-    async def pool(self, since_us: int, is_full: bool) -> PoolUpdate:
-        now_us, rows = 0, {}
-        page_since, num_behind, last_id = since_us, 0, b""
+    async def pool(self, since_us: int, is_full: bool) -> AsyncGenerator[PoolUpdate, None]:
+        now_us, page_since, num_behind, last_id = 0, since_us, 0, b""
         while True:
             behind = last_id if is_full else num_behind
-            reply = await self._run("pool", page_since, MAX_ROWS, int(is_full), behind)
-            now_us = now_us or int(reply[0])
-            rows |= {row[0]: row for row in reply[1]}
+            now, page = await self._run("pool", page_since, MAX_ROWS, int(is_full), behind)
+            now_us = now_us or int(now)
+            for first in range(0, max(1, len(page)), PART_ROWS):
+                rows = [_pool_row(row) for row in page[first : first + PART_ROWS]]
+                yield PoolUpdate(now_us=now_us, rows=rows, is_full=is_full)
             # What changed since the first page is for the next read: a busy pool changes as fast as it is read.
-            last_id, changed, *_ = reply[1][-1] if reply[1] else (b"", now_us)
+            last_id, changed, *_ = page[-1] if page else (b"", now_us)
             last_us = int(float(changed))
-            if len(reply[1]) < MAX_ROWS or (last_us > now_us and not is_full):
-                return PoolUpdate(now_us=now_us, rows=[_pool_row(row) for row in rows.values()], is_full=is_full)
+            if len(page) < MAX_ROWS or (last_us > now_us and not is_full):
+                return
             if not is_full:
                 num_behind = num_behind + MAX_ROWS if last_us == page_since else 0
                 page_since = last_us

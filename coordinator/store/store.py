@@ -1,6 +1,6 @@
 """The coordinator's state: its interface, implemented in Redis and by a twin in memory."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from enum import IntEnum
 from typing import Protocol
 
@@ -19,7 +19,7 @@ ENDED_KEPT_S = 60.0
 """How long an ended request is remembered, so that what workers tell of it late is known to be late."""
 
 
-class WorkerCost(msgspec.Struct, frozen=True, array_like=True):
+class WorkerCost(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a worker's load adds to the cost of a route, in seconds for each unit of it."""
 
     per_pending_token: float = 0.0
@@ -36,7 +36,7 @@ class WorkerCost(msgspec.Struct, frozen=True, array_like=True):
         )
 
 
-class ClaimedWorker(msgspec.Struct, frozen=True, array_like=True):
+class ClaimedWorker(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A worker of a claim's routes, and what it may have at most to take one more.
 
     That is in tokens of prompts to compute, and in tokens of KV that are promised; none promised is always few enough.
@@ -49,7 +49,7 @@ class ClaimedWorker(msgspec.Struct, frozen=True, array_like=True):
     max_reserved_tokens: float
 
 
-class ClaimedRoute(msgspec.Struct, frozen=True, array_like=True):
+class ClaimedRoute(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A route between two workers of a claim, by their indices, or one worker twice.
 
     Its cost is `base_s` and what the counts of both add.
@@ -84,7 +84,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     prefix_kept_ms: int = 0
 
 
-class WorkerCounts(msgspec.Struct, frozen=True, kw_only=True):
+class WorkerCounts(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A worker's state as placement reckons with it.
 
     Tokens are the credits taken, and what it reports beyond. `term`: of its join; "0" once it is known to be dead.
@@ -113,7 +113,7 @@ class Claimed(msgspec.Struct, frozen=True, kw_only=True):
     repeated: tuple[WorkerRef, WorkerRef] | None = None
 
 
-class PoolRow(msgspec.Struct, frozen=True):
+class PoolRow(msgspec.Struct, frozen=True, gc=False):
     """A worker in a pool's update: None for what has not changed; `counts` None for one that is gone."""
 
     worker_id: WorkerId
@@ -123,9 +123,9 @@ class PoolRow(msgspec.Struct, frozen=True):
 
 
 class PoolUpdate(msgspec.Struct, frozen=True, kw_only=True):
-    """The workers of a pool that changed, or (`is_full`) all.
+    """Some of the workers of a pool that changed, or (`is_full`) of all.
 
-    `now_us`: the store's time, from which the next update follows.
+    `now_us`: the store's time when the read began, from which the next one follows.
     """
 
     now_us: int
@@ -252,10 +252,11 @@ class Store(Protocol):
         """Return the nodes with their credits."""
         ...
 
-    async def pool(self, since_us: int, is_full: bool) -> PoolUpdate:
-        """Return what placement needs to know of the workers: of those that changed `since_us`, or of all.
+    def pool(self, since_us: int, is_full: bool) -> AsyncGenerator[PoolUpdate, None]:
+        """Yield what placement needs to know of the workers: of those that changed `since_us`, or of all.
 
-        What a worker states once comes with those that joined since.
+        It comes in parts, one at least; a worker may come again in a later one. What a worker states once comes with
+        those that joined since.
         """
         ...
 

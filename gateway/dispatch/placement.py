@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from contracts.errors import RegistryError, Unavailable
-from contracts.hashing import chain_hashes, salted
+from contracts.hashing import salted
 from contracts.ids import Epoch, GatewayId, RequestId, WorkerId
 from contracts.node import Node
 from contracts.request import Route
 from coordinator.placement.placer import Placer, PlaceRequest
-from coordinator.placement.prefixes import BLOCK_TOKENS, MAX_BLOCKS
+from coordinator.placement.prefixes import PromptPrefixes
 from coordinator.request_states import RequestState
 from coordinator.store.store import Store
 from service.outage_log import OutageLog
@@ -74,7 +74,7 @@ class StorePlacement:
             num_tokens=len(token_ids),
             max_tokens=max_tokens,
             lease_s=LEASE_S,
-            prefix_hashes=chain_hashes(token_ids, BLOCK_TOKENS, MAX_BLOCKS, salted(cache_salt)),
+            prefixes=PromptPrefixes(token_ids, salted(cache_salt)),
             exclude=tuple(exclude),
         )
         try:

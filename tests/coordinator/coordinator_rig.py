@@ -3,14 +3,13 @@
 import secrets
 
 import pytest
+from msgspec.structs import replace
 
-from contracts.hashing import chain_hashes
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.node import NodeInfo, NodeLoad, WorkerRole
 from contracts.request import Route
 from coordinator.placement.placer import Placer, PlaceRequest
-from coordinator.placement.prefixes import BLOCK_TOKENS, MAX_BLOCKS
-from coordinator.store.store import Reaped, Store, WorkerView
+from coordinator.store.store import PoolUpdate, Reaped, Store, WorkerView
 from tests.nodes import ways
 
 GATEWAY = GatewayId("g0")
@@ -83,8 +82,12 @@ async def place(store: Store, request: PlaceRequest) -> Route:
         await placer.close()
 
 
-def prefixes(token_ids: list[int]) -> list[bytes]:
-    return chain_hashes(token_ids, BLOCK_TOKENS, MAX_BLOCKS)
+async def read_pool(store: Store, since_us: int, is_full: bool) -> PoolUpdate:
+    """Return all parts of a read as one, with what came last of each worker."""
+    parts = [part async for part in store.pool(since_us, is_full)]
+    rows = {row.worker_id: row for part in parts for row in part.rows}
+    assert {part.now_us for part in parts} == {parts[0].now_us}
+    return replace(parts[0], rows=[*rows.values()])
 
 
 async def view(store: Store, name: str) -> WorkerView:

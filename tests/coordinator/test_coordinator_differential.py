@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 from contracts.errors import TandemError
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.node import NodeLoad, TransferCapabilities, WorkerRole
+from coordinator.placement.prefixes import PromptPrefixes
 from coordinator.request_states import ENDS, RequestState
 from coordinator.store.local_server import RedisServer
 from coordinator.store.redis_store import RedisStore
 from coordinator.store.store import StateTransition, Store
 from testing.memory_store import MemoryStore
-from tests.coordinator.coordinator_rig import answers, ask, credits, fresh_pool, node, place, prefixes
+from tests.coordinator.coordinator_rig import answers, ask, credits, fresh_pool, node, place
 from tests.nodes import ways
 
 WORKERS = [f"w{index}" for index in range(5)]
@@ -66,7 +67,7 @@ async def _leave(store: Store, name: str, incarnation: str, is_dead: bool):
 
 
 async def _place(store: Store, name: str, epoch: int, prompt: list[int], max_tokens: int, exclude: list[str], g: str):
-    options = {"exclude": tuple(exclude), "prefix_hashes": prefixes(prompt), "gateway_id": GatewayId(g)}
+    options = {"exclude": tuple(exclude), "prefixes": PromptPrefixes(prompt), "gateway_id": GatewayId(g)}
     return await place(store, ask(name, len(prompt), max_tokens, epoch, **options))
 
 

@@ -17,7 +17,7 @@ from contracts.errors import ConfigError, Overloaded, RegistryError, TandemError
 from contracts.ids import Epoch, Incarnation, RequestId, WorkerId
 from contracts.node import WorkerRole
 from coordinator.placement.policy import OVERCOMMIT
-from coordinator.placement.prefixes import BLOCK_TOKENS, KEPT_S
+from coordinator.placement.prefixes import BLOCK_TOKENS, KEPT_S, PromptPrefixes
 from coordinator.request_states import RequestState
 from coordinator.store.connect import connect
 from coordinator.store.local_server import RedisServer
@@ -34,7 +34,6 @@ from tests.coordinator.coordinator_rig import (
     node,
     pair,
     place,
-    prefixes,
     reap,
 )
 from tests.waiting import async_until
@@ -67,17 +66,17 @@ async def test_a_prefix_that_nobody_asked_for_lately_counts_no_more(any_server: 
     """Each for itself."""
     store = RedisStore(any_server.url, fresh_pool())
     await pair(store)
-    prompts = {name: prefixes([token] * 2 * BLOCK_TOKENS) for token, name in enumerate(("old", "young"))}
-    for name, hashes in prompts.items():
-        await place(store, ask(name, 2 * BLOCK_TOKENS + 10, prefix_hashes=hashes))
+    prompts = {name: PromptPrefixes([token] * 2 * BLOCK_TOKENS) for token, name in enumerate(("old", "young"))}
+    for name, prompt in prompts.items():
+        await place(store, ask(name, 2 * BLOCK_TOKENS + 10, prefixes=prompt))
         await store.finish(RequestId(name), Epoch(1))
     async with Redis.from_url(any_server.url) as redis:
-        for digest in prompts["old"]:
+        for digest in prompts["old"].looked_up:
             key = f"{store.prefix}prefix:".encode() + digest
             assert KEPT_S - 60 < await redis.ttl(key) <= KEPT_S
             assert await redis.pexpire(key, 0)
-    for name, hashes in prompts.items():
-        await place(store, ask(f"{name} again", 2 * BLOCK_TOKENS + 10, prefix_hashes=hashes))
+    for name, prompt in prompts.items():
+        await place(store, ask(f"{name} again", 2 * BLOCK_TOKENS + 10, prefixes=prompt))
     assert (await credits(store))["p0"][0] == (2 * BLOCK_TOKENS + 10) + 10
     await store.close()
 
@@ -288,7 +287,7 @@ async def test_each_call_is_measured(any_server: RedisServer):
 async def keys_of(server: RedisServer, store: RedisStore) -> dict[str, int]:
     """Name without prefix -> time to live in ms, -1 for ever."""
     prefix = store.prefix
-    async with Redis.from_url(server.url, decode_responses=True) as client:
+    async with Redis.from_url(server.url, decode_responses=True, encoding="latin-1") as client:
         names = [name async for name in client.scan_iter(match=f"{prefix}*".replace("[", "\\["), count=1000)]
         return {name.removeprefix(prefix): await client.pttl(name) for name in names}
 
@@ -296,7 +295,7 @@ async def keys_of(server: RedisServer, store: RedisStore) -> dict[str, int]:
 async def test_what_has_ended_leaves_nothing_for_ever(redis_store: RedisStore, any_server: RedisServer):
     await pair(redis_store)
     for index in range(20):
-        await place(redis_store, ask(f"r{index}", prefix_hashes=[bytes([index]) * 16]))
+        await place(redis_store, ask(f"r{index}", prefixes=PromptPrefixes([index] * BLOCK_TOKENS)))
         await redis_store.finish(RequestId(f"r{index}"), Epoch(1))
     keys = await keys_of(any_server, redis_store)
     lasting = {name for name, ttl_ms in keys.items() if ttl_ms == -1}

@@ -8,7 +8,7 @@ from msgspec import structs
 from contracts.errors import Overloaded, RequestError, Unavailable
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.node import NodeLoad, WorkerRole
-from coordinator.placement.prefixes import BLOCK_TOKENS
+from coordinator.placement.prefixes import BLOCK_TOKENS, PromptPrefixes
 from coordinator.request_states import RequestState
 from coordinator.store.store import Lead, StateTransition, Store
 from tests.coordinator.coordinator_rig import (
@@ -25,7 +25,6 @@ from tests.coordinator.coordinator_rig import (
     node,
     pair,
     place,
-    prefixes,
     reap,
     view,
 )
@@ -99,7 +98,7 @@ class TestRegistry:
 
     async def test_a_join_that_comes_twice_changes_nothing(self, store: Store):
         await pair(store)
-        await place(store, ask("r", prefix_hashes=[b"x" * 16]))
+        await place(store, ask("r", prefixes=PromptPrefixes(range(64))))
         before = await store.workers()
         for name, role in (("p0", WorkerRole.PREFILL), ("d0", WorkerRole.DECODE)):
             assert not await store.join(node(name, role))
@@ -255,27 +254,27 @@ class TestPlacing:
         await pair(store)
         await store.join(node("p1", WorkerRole.PREFILL))
         prompt = list(range(640))
-        first = await place(store, ask("r", 640, prefix_hashes=prefixes(prompt)))
+        first = await place(store, ask("r", 640, prefixes=PromptPrefixes(prompt)))
         await store.finish(RequestId("r"), ONE)
         await place(store, ask("other", 10, 1, exclude=(WorkerId("p1"),)))
-        second = await place(store, ask("s", 700, prefix_hashes=prefixes(prompt + [1] * 60)))
+        second = await place(store, ask("s", 700, prefixes=PromptPrefixes(prompt + [1] * 60)))
         assert first.prefill == second.prefill
         assert (await view(store, "p0")).pending_tokens == 10 + 60
 
     async def test_of_a_prompt_that_was_served_whole_one_token_is_computed(self, store: Store):
         await pair(store)
-        hashes = prefixes(list(range(10 * BLOCK_TOKENS)))
+        prompt = PromptPrefixes(list(range(10 * BLOCK_TOKENS)))
         for name in ("r", "s"):
             await store.finish(RequestId("r"), ONE)
-            await place(store, ask(name, 10 * BLOCK_TOKENS, prefix_hashes=hashes))
+            await place(store, ask(name, 10 * BLOCK_TOKENS, prefixes=prompt))
         assert (await view(store, "p0")).pending_tokens == 1
 
     async def test_prefixes_die_with_the_incarnation(self, store: Store):
         await pair(store)
-        hashes = prefixes(list(range(640)))
-        await place(store, ask("r", 640, prefix_hashes=hashes))
+        prompt = PromptPrefixes(list(range(640)))
+        await place(store, ask("r", 640, prefixes=prompt))
         await store.join(node("p0", WorkerRole.PREFILL, incarnation="b"))
-        await place(store, ask("s", 640, prefix_hashes=hashes))
+        await place(store, ask("s", 640, prefixes=prompt))
         assert (await view(store, "p0")).pending_tokens == 640
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from collections.abc import AsyncGenerator
 from random import Random
 
 import pytest
@@ -14,12 +15,12 @@ from coordinator.placement import policy
 from coordinator.placement.placer import Placer
 from coordinator.placement.policy import Candidate
 from coordinator.placement.pool_view import SHORTLIST, PoolView
-from coordinator.placement.prefixes import BLOCK_TOKENS
+from coordinator.placement.prefixes import BLOCK_TOKENS, PromptPrefixes
 from coordinator.store.local_server import RedisServer
 from coordinator.store.redis_store import MAX_ROWS, RedisStore
 from coordinator.store.store import Claim, Claimed, PoolRow, PoolUpdate, Store, WorkerCounts
 from testing.memory_store import MemoryStore
-from tests.coordinator.coordinator_rig import ask, credits, fresh_pool, join, node, pair, prefixes, reap
+from tests.coordinator.coordinator_rig import ask, credits, fresh_pool, join, node, pair, read_pool, reap
 from tests.nodes import ways
 
 A = Incarnation("a")
@@ -42,8 +43,16 @@ def row(info: NodeInfo, term: int, load: NodeLoad = LOAD, **counts) -> PoolRow:
 
 def view_of(*rows: PoolRow) -> PoolView:
     view = PoolView()
-    assert view.apply(PoolUpdate(now_us=1, rows=[*rows], is_full=True))
+    assert take_in(view, PoolUpdate(now_us=1, rows=[*rows], is_full=True))
     return view
+
+
+def take_in(view: PoolView, update: PoolUpdate) -> bool:
+    """Take in a whole read."""
+    view.begin_read()
+    is_known = view.apply(update)
+    view.end_read(update.is_full)
+    return is_known
 
 
 def names(found: list[Candidate]) -> list[str]:
@@ -117,7 +126,7 @@ class TestShortlist:
     def test_who_falls_silent_is_looked_at_no_more(self):
         view = view_of(row(node("m", WorkerRole.MIXED), 1))
         assert names(view.shortlist(10, (), {}, 0)) == ["m"]
-        view.apply(PoolUpdate(now_us=10_000_000, rows=[], is_full=False))
+        take_in(view, PoolUpdate(now_us=10_000_000, rows=[], is_full=False))
         assert view.shortlist(10, (), {}, 0) == [] and [one.alive for one in view.nodes] == [False]
 
 
@@ -126,11 +135,12 @@ class CountingStore(MemoryStore):
 
     num_reads, is_away = 0, False
 
-    async def pool(self, since_us: int, is_full: bool) -> PoolUpdate:
+    async def pool(self, since_us: int, is_full: bool) -> AsyncGenerator[PoolUpdate, None]:
         self.num_reads += 1
         if self.is_away:
             raise RegistryError("Redis does not answer", "does not answer")
-        return await super().pool(since_us, is_full)
+        async for part in super().pool(since_us, is_full):
+            yield part
 
 
 class TestPlacer:
@@ -206,14 +216,14 @@ async def test_a_large_pool_is_read_in_parts(any_server: RedisServer):
     infos = [node(f"w{i:04}", WorkerRole.MIXED) for i in range(2 * MAX_ROWS + 3)]
     await join(store, *infos)
     for is_full in (True, False):
-        update = await store.pool(0, is_full)
+        update = await read_pool(store, 0, is_full)
         assert sorted(row.worker_id for row in update.rows) == [info.worker_id for info in infos]
         assert all(row.info is not None for row in update.rows)
     assert await store.heartbeat(WorkerId("w0007"), A, LOAD)
-    (changed,) = (await store.pool(update.now_us + 1, False)).rows
+    (changed,) = (await read_pool(store, update.now_us + 1, False)).rows
     assert (changed.worker_id, changed.load, changed.info) == ("w0007", LOAD, None)
     await store.leave(WorkerId("w0007"), A)
-    assert PoolRow(WorkerId("w0007"), None) in (await store.pool(update.now_us + 1, False)).rows
+    assert PoolRow(WorkerId("w0007"), None) in (await read_pool(store, update.now_us + 1, False)).rows
     await store.close()
 
 
@@ -238,11 +248,11 @@ async def test_views_that_follow_the_changes_know_what_the_pool_is(any_server: R
                     continue
             case 4:
                 await store.finish(RequestId(f"r{random.randrange(step + 1)}"), Epoch(1))
-        update = await store.pool(since_us, False)
-        assert view.apply(update)
+        update = await read_pool(store, since_us, False)
+        assert take_in(view, update)
         since_us = update.now_us
     fresh = PoolView()
-    fresh.apply(await store.pool(0, True))
+    take_in(fresh, await read_pool(store, 0, True))
     assert view.nodes == fresh.nodes and view.nodes
     assert view.shortlist(100, (), {}, 0) == fresh.shortlist(100, (), {}, 0)
     await store.close()
@@ -278,7 +288,7 @@ async def test_a_claim_that_comes_twice_takes_credit_once(store: Store):
         return await take(claim, those)
 
     store.claim = noted  # type: ignore[method-assign, assignment]
-    route = await Placer(store).place(ask("r", 640, prefix_hashes=prefixes(list(range(640)))))
+    route = await Placer(store).place(ask("r", 640, prefixes=PromptPrefixes(list(range(640)))))
     again = await take(*claims[-1])
     assert again.repeated == (route.prefill, route.decode)
     assert (await credits(store))["d0"][3] == 1
@@ -291,7 +301,7 @@ async def test_reading_changes_ends_in_a_pool_that_changes_as_fast(any_server: R
     store, workers = RedisStore(any_server.url, pool), RedisStore(any_server.url, pool)
     infos = [node(f"w{i:04}", WorkerRole.MIXED) for i in range(2 * MAX_ROWS + 3)]
     await join(store, *infos)
-    since_us, run = (await store.pool(0, True)).now_us, store._run
+    since_us, run = (await read_pool(store, 0, True)).now_us, store._run
 
     async def run_and_beat(name: str, *args: str | int | bytes):
         nonlocal num_pages
@@ -305,7 +315,7 @@ async def test_reading_changes_ends_in_a_pool_that_changes_as_fast(any_server: R
     monkeypatch.setattr(store, "_run", run_and_beat)
     for info in infos:
         await workers.heartbeat(info.worker_id, A, LOAD)
-    update = await store.pool(since_us, False)
+    update = await read_pool(store, since_us, False)
     assert len({row.worker_id for row in update.rows}) >= MAX_ROWS and num_pages < 5
     await store.close()
     await workers.close()
