@@ -13,7 +13,8 @@ from engine.engine import Engine
 from engine.messages import ChunkScheduled, Reservation, StepOutput
 from kv_transfer.events import ChunkBad, ChunkLanded, Drained, MessageReceived, PeerDisconnected, TransferEvent
 from kv_transfer.node import TransferNode
-from worker.core.attempt_table import Attempt, AttemptTable, attempt_key
+from worker.core.attempt_table import AttemptTable
+from worker.core.role import Attempt, attempt_key
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,8 @@ from engine.engine import Engine
 from engine.messages import ChunkDone, ChunkScheduled, Sampled, StepOutput
 from kv_transfer.events import Drained, MessageReceived, PeerDisconnected, TransferEvent
 from kv_transfer.node import TransferNode
-from worker.core.attempt_table import Attempt, AttemptTable
+from worker.core.attempt_table import AttemptTable
+from worker.core.role import Attempt
 
 log = logging.getLogger(__name__)
 

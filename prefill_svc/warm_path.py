@@ -19,9 +19,10 @@ from engine.messages import ChunkDone, ChunkScheduled, EngineStats, Sampled, Sta
 from kv_transfer.events import MessageReceived, TransferEvent
 from kv_transfer.node import TransferNode
 from prefill_svc.role import PrefillRole
-from worker.core.attempt_table import AttemptTable, attempt_key
+from worker.core.attempt_table import AttemptTable
 from worker.core.engine_core import EngineCore
 from worker.core.front_link import FrontLink
+from worker.core.role import attempt_key
 from worker.messages import ToCore, ToFront, Work
 
 _REQUEST_ID, _EPOCH = RequestId("rehearsal"), Epoch(1)

@@ -11,7 +11,8 @@ from contracts.request import Job, Route
 from contracts.sampling import SamplingParams
 from engine.messages import EngineRequest, Reservation, StepOutput
 from tests.path.twins import LAYOUT, worker_ref
-from worker.core.attempt_table import Attempt, AttemptTable
+from worker.core.attempt_table import AttemptTable
+from worker.core.role import Attempt
 
 P, D = WorkerId("p"), WorkerId("d")
 NOTHING = StepOutput((), (), (), (), (), 0, 0)

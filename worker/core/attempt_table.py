@@ -1,72 +1,18 @@
 """The requests that a core has accepted, each of which gets exactly one end."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from contracts.errors import TandemError
 from contracts.events import Event, Failed, Finished, FinishReason, Prefilled, PromptScored, PromptToken, Token, Tokens
 from contracts.ids import Epoch, GatewayId, RequestId
 from contracts.request import Job
-from engine.messages import EngineRequest
-
-if TYPE_CHECKING:
-    from worker.core.role import RoleHandler
+from worker.core.role import Attempt
 
 log = logging.getLogger(__name__)
 
 MAX_CANCELLED = 4096
-
-
-def attempt_key(request_id: RequestId, epoch: Epoch) -> RequestId:
-    """Return the engine's id of one attempt, distinct from that of an earlier epoch still draining."""
-    return RequestId(f"{request_id}.{epoch}")
-
-
-@dataclass
-class Attempt:
-    """An attempt between acceptance and end.
-
-    `stages_s`: its time account on this worker, stage -> seconds. `has_told`: the gateway has been sent the times up to
-    the first token.
-    """
-
-    job: Job
-    deadline_s: float
-    mark_s: float
-    role: RoleHandler | None = None
-    cached_tokens: int = 0
-    stages_s: dict[str, float] = field(default_factory=dict)
-    has_told: bool = False
-
-    @property
-    def key(self) -> RequestId:
-        return attempt_key(self.job.request_id, self.job.epoch)
-
-    def request(self, handoff: bool = False) -> EngineRequest:
-        """Return the job as a request of the engine."""
-        job = self.job
-        return EngineRequest(
-            request_id=self.key,
-            token_ids=job.token_ids,
-            sampling=job.sampling,
-            handoff=handoff,
-            priority=job.priority,
-            cache_salt=job.cache_salt,
-            num_answered=job.num_answered,
-        )
-
-    def is_first(self, token: Token) -> bool:
-        """Return whether the token is the first that this attempt samples."""
-        return token.index == self.job.num_answered
-
-    def stage(self, name: str, now: float) -> None:
-        """End the stage that began at the last mark."""
-        self.stages_s[name] = self.stages_s.get(name, 0.0) + now - self.mark_s
-        self.mark_s = now
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from contracts.request import Cancel, Job
 from engine.engine import Engine
 from engine.messages import ChunkScheduled, Started, StepObserver, StepOutput
 from kv_transfer.node import TransferNode
-from worker.core.attempt_table import Attempt, AttemptTable
+from worker.core.attempt_table import AttemptTable
 from worker.core.front_link import FrontLink
-from worker.core.role import RoleHandler
+from worker.core.role import Attempt, RoleHandler
 from worker.core.status import StatusReporter
 from worker.messages import CoreFrame, GatewayGone, KnownPeers, Stop, ToCore, Work
 

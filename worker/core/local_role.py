@@ -4,7 +4,8 @@ from contracts.request import Job
 from engine.engine import Engine
 from engine.messages import ChunkScheduled, StepOutput
 from kv_transfer.events import TransferEvent
-from worker.core.attempt_table import Attempt, AttemptTable
+from worker.core.attempt_table import AttemptTable
+from worker.core.role import Attempt
 
 
 class LocalRole:

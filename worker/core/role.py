@@ -1,11 +1,68 @@
-"""The roles of a core for a request: a side of the handoff, or both at once."""
+"""The roles of a core for a request (a side of the handoff, or both at once), and the attempt that a role serves."""
 
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from contracts.events import Token
+from contracts.ids import Epoch, RequestId
 from contracts.request import Job
-from engine.messages import ChunkScheduled, StepOutput
+from engine.messages import ChunkScheduled, EngineRequest, StepOutput
 from kv_transfer.events import TransferEvent
-from worker.core.attempt_table import Attempt
+
+AttemptId = tuple[RequestId, Epoch]
+
+
+def attempt_key(request_id: RequestId, epoch: Epoch) -> RequestId:
+    """Return the engine's id of one attempt, distinct from that of an earlier epoch still draining."""
+    return RequestId(f"{request_id}.{epoch}")
+
+
+@dataclass
+class Attempt:
+    """An attempt between acceptance and end.
+
+    `stages_s`: its time account on this worker, stage -> seconds. `has_told`: the gateway has been sent the times up to
+    the first token.
+    """
+
+    job: Job
+    deadline_s: float
+    mark_s: float
+    role: "RoleHandler | None" = None
+    cached_tokens: int = 0
+    stages_s: dict[str, float] = field(default_factory=dict)
+    has_told: bool = False
+
+    @property
+    def id(self) -> AttemptId:
+        return self.job.request_id, self.job.epoch
+
+    @property
+    def key(self) -> RequestId:
+        """Return the engine's id of this attempt."""
+        return attempt_key(self.job.request_id, self.job.epoch)
+
+    def request(self, handoff: bool = False) -> EngineRequest:
+        """Return the job as a request of the engine."""
+        job = self.job
+        return EngineRequest(
+            request_id=self.key,
+            token_ids=job.token_ids,
+            sampling=job.sampling,
+            handoff=handoff,
+            priority=job.priority,
+            cache_salt=job.cache_salt,
+            num_answered=job.num_answered,
+        )
+
+    def is_first(self, token: Token) -> bool:
+        """Return whether the token is the first that this attempt samples."""
+        return token.index == self.job.num_answered
+
+    def stage(self, name: str, now: float) -> None:
+        """End the stage that began at the last mark."""
+        self.stages_s[name] = self.stages_s.get(name, 0.0) + now - self.mark_s
+        self.mark_s = now
 
 
 class RoleHandler(Protocol):

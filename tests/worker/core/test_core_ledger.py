@@ -8,7 +8,8 @@ from contracts.events import Failed, Finished, FinishReason, Prefilled, Token, T
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.request import Job, Route, WorkerRef
 from contracts.sampling import SamplingParams
-from worker.core.attempt_table import MAX_CANCELLED, AttemptTable, attempt_key
+from worker.core.attempt_table import MAX_CANCELLED, AttemptTable
+from worker.core.role import attempt_key
 
 REF = WorkerRef(WorkerId("w"), Incarnation("1"), "http://w", "w:1")
 

@@ -12,9 +12,9 @@ from engine.messages import EngineFailure, StepObserver, StepOutput
 from gateway.generation.time_account import non_overlapped_transfer_s
 from tests.nodes import node_info
 from tests.path.ring import D, P, Ring, answer
-from worker.core.attempt_table import attempt_key
 from worker.core.engine_core import ALERT_WAIT_S, IDLE_WAIT_S, REHEARSAL_S
 from worker.core.front_link import FrontDisconnected
+from worker.core.role import attempt_key
 from worker.core.status import STATUS_PERIOD_S
 from worker.messages import CoreFrame, GatewayGone, KnownPeers, Stop, Work
 
