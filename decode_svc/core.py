@@ -12,10 +12,10 @@ from worker.settings import WorkerSettings
 
 
 def make_roles(
-    settings: WorkerSettings, me: WorkerId, engine: Engine, node: TransferNode, ledger: AttemptTable
+    settings: WorkerSettings, me: WorkerId, engine: Engine, node: TransferNode, attempts: AttemptTable
 ) -> list[RoleHandler]:
     """Return the roles of a worker that computes answers; any worker can serve a request whole, too."""
-    return [LocalRole(engine, ledger), DecodeRole(me, engine, node, ledger)]
+    return [LocalRole(engine, attempts), DecodeRole(me, engine, node, attempts)]
 
 
 if __name__ == "__main__":

@@ -14,13 +14,13 @@ from worker.settings import WorkerSettings
 
 
 def make_roles(
-    settings: WorkerSettings, me: WorkerId, engine: Engine, node: TransferNode, ledger: AttemptTable
+    settings: WorkerSettings, me: WorkerId, engine: Engine, node: TransferNode, attempts: AttemptTable
 ) -> list[RoleHandler]:
     """Return all roles: this worker takes either side of a handoff, and whole requests."""
     return [
-        LocalRole(engine, ledger),
-        PrefillRole(me, engine, node, ledger, settings.grant_timeout_s),
-        DecodeRole(me, engine, node, ledger),
+        LocalRole(engine, attempts),
+        PrefillRole(me, engine, node, attempts, settings.grant_timeout_s),
+        DecodeRole(me, engine, node, attempts),
     ]
 
 

@@ -13,10 +13,10 @@ from worker.settings import WorkerSettings
 
 
 def make_roles(
-    settings: WorkerSettings, me: WorkerId, engine: Engine, node: TransferNode, ledger: AttemptTable
+    settings: WorkerSettings, me: WorkerId, engine: Engine, node: TransferNode, attempts: AttemptTable
 ) -> list[RoleHandler]:
     """Return the roles of a worker that computes prompts; any worker can serve a request whole, too."""
-    return [LocalRole(engine, ledger), PrefillRole(me, engine, node, ledger, settings.grant_timeout_s)]
+    return [LocalRole(engine, attempts), PrefillRole(me, engine, node, attempts, settings.grant_timeout_s)]
 
 
 if __name__ == "__main__":

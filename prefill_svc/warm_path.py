@@ -37,9 +37,9 @@ class EngineCoreRehearsal:
         self._link, self._node = _Link(), _Node()
         self._engine = _Engine(layout)
         engine, node = cast(Engine, self._engine), cast(TransferNode, self._node)
-        ledger = AttemptTable()
-        role = PrefillRole(_ME.worker_id, engine, node, ledger)
-        self._core = EngineCore(_ME.worker_id, engine, node, [role], ledger, cast(FrontLink, self._link))
+        attempts = AttemptTable()
+        role = PrefillRole(_ME.worker_id, engine, node, attempts)
+        self._core = EngineCore(_ME.worker_id, engine, node, [role], attempts, cast(FrontLink, self._link))
         prompt, sampling = [0] * layout.block_size, SamplingParams(max_tokens=2, seed=0)
         self._job = Job(
             Route(request_id=_REQUEST_ID, epoch=_EPOCH, prefill=_ME, decode=_PEER),

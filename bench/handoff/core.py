@@ -251,7 +251,7 @@ def load(spec: CoreSpec) -> Engine:
 
 def serve(link: FrontLink, start: Start, spec: CoreSpec, engine: Engine) -> None:
     """Run the core as worker.core.main does, with stamps."""
-    me, stamps, ledger = WorkerId(start.worker_id), Stamps(), AttemptTable()
+    me, stamps, attempts = WorkerId(start.worker_id), Stamps(), AttemptTable()
     settings = TransferSettings(secret=SECRET, transport=spec.transfer, checksum=spec.checksum)
     node = StampedNode(settings, me, Incarnation(start.incarnation), engine.layout, engine.transfer_pool, link.ring)
     node.stamps = stamps
@@ -259,9 +259,9 @@ def serve(link: FrontLink, start: Start, spec: CoreSpec, engine: Engine) -> None
         node.sums = sums = PageSums(Path(spec.sums) / f"{start.incarnation}.jsonl", engine)
         sum_what_ends(engine, sums)
     node.start()
-    roles = make_roles(WorkerSettings.model_validate({"role": WorkerRole.MIXED}), me, engine, node, ledger)
+    roles = make_roles(WorkerSettings.model_validate({"role": WorkerRole.MIXED}), me, engine, node, attempts)
     keep_warm = keeper(node, engine.layout)
-    core = StampedCore(stamps, me, engine, node, roles, ledger, link, keep_warm=keep_warm)
+    core = StampedCore(stamps, me, engine, node, roles, attempts, link, keep_warm=keep_warm)
     freeze_startup_objects()
     link.send(ready_of(engine, node))
     try:

@@ -21,10 +21,10 @@ def test_each_is_handed_over_and_forgotten():
     rehearsal = EngineCoreRehearsal(LAYOUT)
     assert [rehearsal.run() for _ in range(3)] == [1, 2, 3]
     core = rehearsal._core
-    assert len(core._ledger) == 0 and core._ledger.num_stale == 0
+    assert len(core._attempts) == 0 and core._attempts.num_stale == 0
     (role,) = core._roles
     assert role.is_idle() and role.counters()["handoffs_committed"] == 3
-    assert core._ledger.take() == ({}, [])
+    assert core._attempts.take() == ({}, [])
 
 
 def test_the_core_of_a_worker_keeps_warm(monkeypatch: pytest.MonkeyPatch):

@@ -32,7 +32,7 @@ class AttemptTable:
     """
 
     def __init__(self) -> None:
-        self._live: dict[RequestId, Attempt] = {}
+        self._by_id: dict[RequestId, Attempt] = {}
         self._by_key: dict[RequestId, Attempt] = {}
         self._events: dict[GatewayId, list[Event]] = {}
         self._moves: list[StateReport] = []
@@ -45,12 +45,12 @@ class AttemptTable:
         That is the case if it is a duplicate or older than a known attempt, which goes on, or if its cancel arrived
         before it.
         """
-        if job.request_id in self._live or job.epoch <= self._cancelled.get(job.request_id, 0):
+        if job.request_id in self._by_id or job.epoch <= self._cancelled.get(job.request_id, 0):
             self.num_stale += 1
             return None
-        live = Attempt(job, deadline_s=now + job.timeout_s, mark_s=now)
-        self._live[job.request_id] = self._by_key[live.key] = live
-        return live
+        attempt = Attempt(job, deadline_s=now + job.timeout_s, mark_s=now)
+        self._by_id[job.request_id] = self._by_key[attempt.key] = attempt
+        return attempt
 
     def cancelled(self, request_id: RequestId, epoch: Epoch) -> None:
         """Remember the cancel of an unknown request, which may still arrive.
@@ -63,51 +63,51 @@ class AttemptTable:
             del self._cancelled[next(iter(self._cancelled))]
 
     def get(self, request_id: RequestId) -> Attempt | None:
-        return self._live.get(request_id)
+        return self._by_id.get(request_id)
 
     def of(self, key: RequestId) -> Attempt | None:
-        """Return the live request that the engine knows as `key`."""
+        """Return the attempt that the engine knows as `key`."""
         return self._by_key.get(key)
 
     def __iter__(self) -> Iterator[Attempt]:
-        return iter(list(self._live.values()))
+        return iter(list(self._by_id.values()))
 
     def __len__(self) -> int:
-        return len(self._live)
+        return len(self._by_id)
 
     def overdue(self, now: float) -> list[Attempt]:
-        return [live for live in self._live.values() if live.deadline_s <= now]
+        return [attempt for attempt in self._by_id.values() if attempt.deadline_s <= now]
 
-    def scored(self, live: Attempt, first_index: int, tokens: list[PromptToken]) -> None:
-        self._emit(live, PromptScored(live.job.request_id, live.job.epoch, first_index, tokens))
+    def scored(self, attempt: Attempt, first_index: int, tokens: list[PromptToken]) -> None:
+        self._emit(attempt, PromptScored(attempt.job.request_id, attempt.job.epoch, first_index, tokens))
 
-    def prefilled(self, live: Attempt) -> None:
-        job, live.has_told = live.job, True
-        self._emit(live, Prefilled(job.request_id, job.epoch, live.cached_tokens, dict(live.stages_s)))
+    def prefilled(self, attempt: Attempt) -> None:
+        job, attempt.has_sent_stages = attempt.job, True
+        self._emit(attempt, Prefilled(job.request_id, job.epoch, attempt.cached_tokens, dict(attempt.stages_s)))
 
-    def token(self, live: Attempt, token: Token) -> None:
-        told = {} if live.has_told else dict(live.stages_s)
-        live.has_told = True
-        self._emit(live, Tokens(live.job.request_id, live.job.epoch, [token], told))
+    def token(self, attempt: Attempt, token: Token) -> None:
+        stages_s = {} if attempt.has_sent_stages else dict(attempt.stages_s)
+        attempt.has_sent_stages = True
+        self._emit(attempt, Tokens(attempt.job.request_id, attempt.job.epoch, [token], stages_s))
 
-    def finish(self, live: Attempt, num_tokens: int, reason: FinishReason) -> None:
-        job = live.job
-        self._emit(live, Finished(job.request_id, job.epoch, num_tokens, reason, dict(live.stages_s)))
-        self.leave(live)
+    def finish(self, attempt: Attempt, num_tokens: int, reason: FinishReason) -> None:
+        job = attempt.job
+        self._emit(attempt, Finished(job.request_id, job.epoch, num_tokens, reason, dict(attempt.stages_s)))
+        self.leave(attempt)
 
-    def fail(self, live: Attempt, error: TandemError) -> None:
-        job = live.job
+    def fail(self, attempt: Attempt, error: TandemError) -> None:
+        job = attempt.job
         log.warning("request %s epoch %d failed: %s: %s", job.request_id, job.epoch, error.code, error)
-        self._emit(live, Failed(job.request_id, job.epoch, error.code, str(error)))
-        self.leave(live)
+        self._emit(attempt, Failed(job.request_id, job.epoch, error.code, str(error)))
+        self.leave(attempt)
 
-    def leave(self, live: Attempt) -> None:
+    def leave(self, attempt: Attempt) -> None:
         """Forget a request whose end is reported elsewhere (handed over, cancelled, aborted by the peer)."""
-        self._live.pop(live.job.request_id, None)
-        self._by_key.pop(live.key, None)
+        self._by_id.pop(attempt.job.request_id, None)
+        self._by_key.pop(attempt.key, None)
 
-    def move(self, live: Attempt, state: str) -> None:
-        self._moves.append(StateReport(live.job.request_id, live.job.epoch, state))
+    def move(self, attempt: Attempt, state: str) -> None:
+        self._moves.append(StateReport(attempt.job.request_id, attempt.job.epoch, state))
 
     def take(self) -> tuple[dict[GatewayId, list[Event]], list[StateReport]]:
         """Return the events since the last call, by gateway and in order, and the state reports."""
@@ -115,5 +115,5 @@ class AttemptTable:
         self._events, self._moves = {}, []
         return taken
 
-    def _emit(self, live: Attempt, event: Event) -> None:
-        self._events.setdefault(live.job.gateway_id, []).append(event)
+    def _emit(self, attempt: Attempt, event: Event) -> None:
+        self._events.setdefault(attempt.job.gateway_id, []).append(event)

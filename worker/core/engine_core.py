@@ -41,7 +41,7 @@ class EngineCore(StepObserver):
         engine: Engine,
         node: TransferNode,
         roles: Sequence[RoleHandler],
-        ledger: AttemptTable,
+        attempts: AttemptTable,
         link: FrontLink,
         clock: Callable[[], float] = time.monotonic,
         keep_warm: Callable[[], None] = lambda: None,
@@ -50,10 +50,10 @@ class EngineCore(StepObserver):
         self._engine = engine
         self._node = node
         self._roles = roles
-        self._ledger = ledger
+        self._attempts = attempts
         self._link = link
         self._clock, self._keep_warm = clock, keep_warm
-        self._status = StatusReporter(engine, node, ledger, roles)
+        self._status = StatusReporter(engine, node, attempts, roles)
         self._stopping = self._is_stuck = False
         self._next_tick_s = self._next_rehearsal_s = 0.0
 
@@ -103,26 +103,26 @@ class EngineCore(StepObserver):
                 for job in jobs:
                     self._cancel(job) if isinstance(job, Cancel) else self._accept(job, taken_s)
             case GatewayGone(gateway_id):
-                for live in self._ledger:
-                    if live.job.gateway_id == gateway_id:
-                        self._drop(live, "its gateway is gone")
+                for attempt in self._attempts:
+                    if attempt.job.gateway_id == gateway_id:
+                        self._drop(attempt, "its gateway is gone")
             case KnownPeers(workers):
                 self._node.meet(workers)
             case Stop():
                 self._stopping = True
 
     def _accept(self, job: Job, taken_s: float) -> None:
-        known = self._ledger.get(job.request_id)
+        known = self._attempts.get(job.request_id)
         if known is not None and known.job.epoch < job.epoch:
             self._drop(known, f"superseded by epoch {job.epoch}")
-        live = self._ledger.open(job, taken_s)
-        if live is None:
+        attempt = self._attempts.open(job, taken_s)
+        if attempt is None:
             return
         try:
-            live.role = self._role(job)
-            live.role.start(live, self._clock())
+            attempt.role = self._role(job)
+            attempt.role.start(attempt, self._clock())
         except TandemError as error:
-            self._fail(live, error)
+            self._fail(attempt, error)
 
     def _role(self, job: Job) -> RoleHandler:
         for role in self._roles:
@@ -131,11 +131,11 @@ class EngineCore(StepObserver):
         raise RequestError(f"worker {self._me} has no role in the route of request {job.request_id}")
 
     def _cancel(self, cancel: Cancel) -> None:
-        live = self._ledger.get(cancel.request_id)
-        if live is None:
-            self._ledger.cancelled(cancel.request_id, cancel.epoch)
-        elif live.job.epoch <= cancel.epoch:
-            self._drop(live, cancel.reason)
+        attempt = self._attempts.get(cancel.request_id)
+        if attempt is None:
+            self._attempts.cancelled(cancel.request_id, cancel.epoch)
+        elif attempt.job.epoch <= cancel.epoch:
+            self._drop(attempt, cancel.reason)
 
     def _on_transfer(self) -> None:
         events = self._node.poll()
@@ -149,25 +149,25 @@ class EngineCore(StepObserver):
         if now < self._next_tick_s:
             return
         self._next_tick_s = now + TICK_S
-        for live in self._ledger.overdue(now):
-            self._fail(live, DeadlineExceeded(f"not done within {live.job.timeout_s:.1f} s"))
+        for attempt in self._attempts.overdue(now):
+            self._fail(attempt, DeadlineExceeded(f"not done within {attempt.job.timeout_s:.1f} s"))
         for role in self._roles:
             role.on_tick(now)
 
     def started(self, started: Started) -> None:
         """Let the role send its offer while the step is computed."""
         now = self._clock()
-        live = self._ledger.of(started.request_id)
-        if live is None or live.role is None:
+        attempt = self._attempts.of(started.request_id)
+        if attempt is None or attempt.role is None:
             return
-        live.stage("queue", now)
-        live.cached_tokens = started.cached_tokens
-        live.role.on_started(live, now)
+        attempt.stage("queue", now)
+        attempt.cached_tokens = started.cached_tokens
+        attempt.role.on_started(attempt, now)
 
     def chunk_scheduled(self, chunk: ChunkScheduled) -> None:
-        live = self._ledger.of(chunk.request_id)
-        if live is not None and live.role is not None:
-            live.role.on_chunk_scheduled(live, chunk)
+        attempt = self._attempts.of(chunk.request_id)
+        if attempt is not None and attempt.role is not None:
+            attempt.role.on_chunk_scheduled(attempt, chunk)
 
     def chunks_launched(self, is_all: bool) -> None:
         self._node.chunks_launched(is_all)
@@ -184,44 +184,44 @@ class EngineCore(StepObserver):
     def _publish(self, output: StepOutput) -> None:
         now = self._clock()
         for scored in output.scored:
-            if live := self._ledger.of(scored.request_id):
-                self._ledger.scored(live, scored.first_index, scored.tokens)
+            if attempt := self._attempts.of(scored.request_id):
+                self._attempts.scored(attempt, scored.first_index, scored.tokens)
         for sampled in output.sampled:
-            live = self._ledger.of(sampled.request_id)
-            if live is None:
+            attempt = self._attempts.of(sampled.request_id)
+            if attempt is None:
                 continue
-            if live.is_first(sampled.token):
-                live.stage("prefill", now)
-                self._ledger.prefilled(live)
-            self._ledger.token(live, sampled.token)
+            if attempt.is_first(sampled.token):
+                attempt.stage("prefill", now)
+                self._attempts.prefilled(attempt)
+            self._attempts.token(attempt, sampled.token)
         for role in self._roles:
             role.on_step(output, now)
         self._end(output, now)
 
     def _end(self, output: StepOutput, now: float) -> None:
         for ended in output.ended:
-            live = self._ledger.of(ended.request_id)
-            if live is not None:
-                live.stage("decode", now)
-                self._ledger.finish(live, ended.num_tokens, ended.reason)
+            attempt = self._attempts.of(ended.request_id)
+            if attempt is not None:
+                attempt.stage("decode", now)
+                self._attempts.finish(attempt, ended.num_tokens, ended.reason)
         for failed in output.failed:
-            live = self._ledger.of(failed.request_id)
-            if live is not None:
-                self._fail(live, by_code(failed.code, failed.message))
+            attempt = self._attempts.of(failed.request_id)
+            if attempt is not None:
+                self._fail(attempt, by_code(failed.code, failed.message))
 
-    def _fail(self, live: Attempt, error: TandemError) -> None:
-        if live.role is not None:
-            live.role.drop(live, f"{error.code}: {error}", self._clock())
-        self._ledger.fail(live, error)
+    def _fail(self, attempt: Attempt, error: TandemError) -> None:
+        if attempt.role is not None:
+            attempt.role.drop(attempt, f"{error.code}: {error}", self._clock())
+        self._attempts.fail(attempt, error)
 
-    def _drop(self, live: Attempt, reason: str) -> None:
-        log.info("request %s epoch %d dropped: %s", live.job.request_id, live.job.epoch, reason)
-        if live.role is not None:
-            live.role.drop(live, reason, self._clock())
-        self._ledger.leave(live)
+    def _drop(self, attempt: Attempt, reason: str) -> None:
+        log.info("request %s epoch %d dropped: %s", attempt.job.request_id, attempt.job.epoch, reason)
+        if attempt.role is not None:
+            attempt.role.drop(attempt, reason, self._clock())
+        self._attempts.leave(attempt)
 
     def _send(self) -> None:
-        events, moves = self._ledger.take()
+        events, moves = self._attempts.take()
         status = self._status.due(self._clock())
         if events or moves or status is not None:
             self._link.send(CoreFrame(events, [(m.request_id, m.epoch, m.state) for m in moves], status))

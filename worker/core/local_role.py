@@ -14,33 +14,33 @@ class LocalRole:
     A mixed worker does little else.
     """
 
-    def __init__(self, engine: Engine, ledger: AttemptTable) -> None:
+    def __init__(self, engine: Engine, attempts: AttemptTable) -> None:
         self._engine = engine
-        self._ledger = ledger
+        self._attempts = attempts
         self._num_requests = 0
 
     def accepts(self, job: Job) -> bool:
         return job.route.is_local
 
-    def start(self, live: Attempt, now: float) -> None:
-        self._engine.submit(live.request())
+    def start(self, attempt: Attempt, now: float) -> None:
+        self._engine.submit(attempt.request())
         self._num_requests += 1
-        self._ledger.move(live, "QUEUED")
+        self._attempts.move(attempt, "QUEUED")
 
-    def drop(self, live: Attempt, reason: str, now: float) -> None:
-        self._engine.release(live.key)
+    def drop(self, attempt: Attempt, reason: str, now: float) -> None:
+        self._engine.release(attempt.key)
 
-    def on_started(self, live: Attempt, now: float) -> None:
+    def on_started(self, attempt: Attempt, now: float) -> None:
         """Do nothing: the pages are already where they are needed."""
 
-    def on_chunk_scheduled(self, live: Attempt, chunk: ChunkScheduled) -> None:
+    def on_chunk_scheduled(self, attempt: Attempt, chunk: ChunkScheduled) -> None:
         """Do nothing: there is no handoff."""
 
     def on_step(self, output: StepOutput, now: float) -> None:
         for sampled in output.sampled:
-            live = self._ledger.of(sampled.request_id)
-            if live is not None and live.role is self and live.is_first(sampled.token):
-                self._ledger.move(live, "LOCAL_DECODE")
+            attempt = self._attempts.of(sampled.request_id)
+            if attempt is not None and attempt.role is self and attempt.is_first(sampled.token):
+                self._attempts.move(attempt, "LOCAL_DECODE")
 
     def on_transfer(self, event: TransferEvent, now: float) -> None:
         """Do nothing: there is no handoff."""

@@ -84,9 +84,9 @@ def serve(
         )
         node.start()
         with closing(node):
-            ledger = AttemptTable()
-            roles, keep_warm = make_roles(settings, me, engine, node, ledger), make_keeper(node, engine.layout)
-            core = EngineCore(me, engine, node, roles, ledger, link, keep_warm=keep_warm)
+            attempts = AttemptTable()
+            roles, keep_warm = make_roles(settings, me, engine, node, attempts), make_keeper(node, engine.layout)
+            core = EngineCore(me, engine, node, roles, attempts, link, keep_warm=keep_warm)
             freeze_startup_objects()
             link.send(ready_of(engine, node))
             core.run()

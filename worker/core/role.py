@@ -1,4 +1,4 @@
-"""The roles of a core for a request (a side of the handoff, or both at once), and the attempt that a role serves."""
+"""The attempt to serve a request, and the role that serves it: a side of the handoff, or both at once."""
 
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -21,8 +21,8 @@ def attempt_key(request_id: RequestId, epoch: Epoch) -> RequestId:
 class Attempt:
     """An attempt between acceptance and end.
 
-    `stages_s`: its time account on this worker, stage -> seconds. `has_told`: the gateway has been sent the times up to
-    the first token.
+    `stages_s`: its time account on this worker, stage -> seconds. `has_sent_stages`: the gateway has been sent the
+    times up to the first token.
     """
 
     job: Job
@@ -31,7 +31,7 @@ class Attempt:
     role: "RoleHandler | None" = None
     cached_tokens: int = 0
     stages_s: dict[str, float] = field(default_factory=dict)
-    has_told: bool = False
+    has_sent_stages: bool = False
 
     @property
     def id(self) -> AttemptId:
@@ -75,19 +75,19 @@ class RoleHandler(Protocol):
         """Return whether this role serves the job."""
         ...
 
-    def start(self, live: Attempt, now: float) -> None:
+    def start(self, attempt: Attempt, now: float) -> None:
         """Begin an accepted job. Raises a TandemError to refuse it."""
         ...
 
-    def drop(self, live: Attempt, reason: str, now: float) -> None:
+    def drop(self, attempt: Attempt, reason: str, now: float) -> None:
         """Free what the request holds here; its end is reported elsewhere."""
         ...
 
-    def on_started(self, live: Attempt, now: float) -> None:
+    def on_started(self, attempt: Attempt, now: float) -> None:
         """Handle a request that the scheduler picked; its first chunk is about to be computed."""
         ...
 
-    def on_chunk_scheduled(self, live: Attempt, chunk: ChunkScheduled) -> None:
+    def on_chunk_scheduled(self, attempt: Attempt, chunk: ChunkScheduled) -> None:
         """Handle a chunk of the request's handoff that is about to be computed."""
         ...
 

@@ -52,10 +52,12 @@ class Rate:
 class StatusReporter:
     """The counter of turns and steps, which makes a CoreStatus when one is due."""
 
-    def __init__(self, engine: Engine, node: TransferNode, ledger: AttemptTable, roles: Sequence[RoleHandler]) -> None:
+    def __init__(
+        self, engine: Engine, node: TransferNode, attempts: AttemptTable, roles: Sequence[RoleHandler]
+    ) -> None:
         self._engine = engine
         self._node = node
-        self._ledger = ledger
+        self._attempts = attempts
         self._roles = roles
         self._num_turns = 0
         self._num_steps = 0
@@ -103,14 +105,14 @@ class StatusReporter:
 
     def _own_counters(self) -> dict[str, float]:
         return {
-            "stale_messages": self._ledger.num_stale,
+            "stale_messages": self._attempts.num_stale,
             "collections": COLLECTIONS.num,
             "collection_seconds": COLLECTIONS.seconds,
         }
 
     def _own_gauges(self) -> dict[str, float]:
         return {
-            "requests": len(self._ledger),
+            "requests": len(self._attempts),
             "capacity_tokens": self._engine.capacity_tokens,
             "longest_collection_seconds": COLLECTIONS.longest_s,
         }
@@ -141,7 +143,7 @@ class StatusReporter:
 
         Raises AssertionError if the block accounts contradict each other.
         """
-        if self._engine.has_work() or len(self._ledger) or not all(role.is_idle() for role in self._roles):
+        if self._engine.has_work() or len(self._attempts) or not all(role.is_idle() for role in self._roles):
             return False
         if stats != self._checked:  # a walk over all blocks, so only after a change
             self._engine.check()
