@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 
-class Loading:
+class LoadCount:
     """One read that is being counted."""
 
     def __init__(self, stats: "TierStats") -> None:
@@ -38,11 +38,11 @@ class TierStats:
     refused: Counter[str] = field(default_factory=Counter)
 
     @contextmanager
-    def load(self) -> Iterator[Loading]:
+    def load(self) -> Iterator[LoadCount]:
         """Count a read and the time it takes."""
         start = time.perf_counter()
         try:
-            yield Loading(self)
+            yield LoadCount(self)
         finally:
             self.num_loads += 1
             self.load_s += time.perf_counter() - start

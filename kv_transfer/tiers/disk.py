@@ -1,0 +1,260 @@
+"""The tier on a disk: a folder with a limit of bytes, which outlives the worker."""
+
+import errno
+import fcntl
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TextIO
+
+from contracts.kv_store import BlockKey, BlockWorth
+from kv_transfer.tiers.eviction import EvictionPolicy
+from kv_transfer.tiers.record_files import RecordFiles
+from kv_transfer.tiers.tier_stats import TierStats
+
+RETRY_S = 10.0
+"""The seconds after which a disk that failed is tried again."""
+PROGRESS_S = 5.0
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_log = logging.getLogger(__name__)
+
+
+class DiskTier:
+    """The records in a folder, of which this process is the only writer.
+
+    The index is made by a thread at start; until then nothing is found and nothing kept. A disk that is full or read
+    only is read from; one that can't be read is off. Both are tried again after RETRY_S, and logged once each time that
+    they change.
+    """
+
+    name = "disk"
+    is_local = True
+
+    def __init__(
+        self, folder: Path, layout_id: str, capacity_nbytes: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._files, self._clock = RecordFiles(folder, layout_id), clock
+        self._policy = EvictionPolicy(capacity_nbytes)
+        self._places: dict[BlockKey, str] = {}
+        self._num_foreign = 0
+        self._stats = TierStats()
+        self._lock = threading.Lock()
+        self._lock_file: TextIO | None = None
+        self._is_indexed = self._is_closed = False
+        self._unreadable = self._unwritable = ""
+        self._retry_at_s = 0.0
+        self._indexer = threading.Thread(target=self._open, name="kv-disk-index", daemon=True)
+        self._indexer.start()
+
+    @property
+    def is_on(self) -> bool:
+        return self._is_indexed and not self._unreadable
+
+    def wait_until_indexed(self, timeout_s: float) -> bool:
+        """Wait for the index; return whether it is there."""
+        self._indexer.join(timeout_s)
+        return self._is_indexed
+
+    def lookup(self, keys: Sequence[BlockKey]) -> int:
+        if not self.is_on:
+            return 0
+        with self._lock:
+            return next((index for index, key in enumerate(keys) if key not in self._places), len(keys))
+
+    def load(self, keys: Sequence[BlockKey], into: Sequence[memoryview]) -> list[int]:
+        with self._lock:
+            places = [self._places[key] for key in keys if key in self._places]
+        if len(places) != len(keys) or not self.is_on:
+            places = []
+        sizes: list[int] = []
+        with self._stats.load() as loading:
+            try:
+                sizes.extend(self._files.read(places, into[: len(places)]))
+            except OSError as error:
+                self._on_read_error(error, keys[len(sizes)])
+            with self._lock:
+                self._policy.use(keys[: len(sizes)])
+            loading.found(sizes, len(keys))
+        return sizes
+
+    def store(self, key: BlockKey, record: memoryview, worth: BlockWorth) -> bool:
+        if not self._may_write():
+            self._stats.refused["off"] += 1
+            return False
+        with self._lock:
+            if key in self._places:
+                return True
+            evicted = [self._places.pop(gone, "") for gone in self._policy.add(key, len(record), worth)]
+            is_kept = key in self._policy
+        place = self._files.place(key, worth)
+        try:
+            self._remove_files([gone for gone in evicted if gone])
+            if is_kept:
+                self._files.write(place, record)
+        except OSError as error:
+            self._on_write_error(error)
+            with self._lock:
+                self._policy.remove(key)
+            return False
+        if is_kept:
+            self._on_written()
+            with self._lock:
+                self._places[key] = place
+            self._stats.stored(len(record))
+        return is_kept
+
+    def evict(self, keys: Iterable[BlockKey]) -> None:
+        for key in keys:
+            with self._lock:
+                self._policy.remove(key)
+                place = self._places.pop(key, None)
+            if place is not None:
+                with suppress(OSError):  # it is not in the index any more; the next start finds it faulty again
+                    self._files.remove(place)
+
+    def stats(self) -> dict[str, float]:
+        with self._lock:
+            return self._stats.report(len(self._places), self._policy.nbytes) | {
+                "foreign_blocks": self._num_foreign,
+                "on": float(self.is_on),
+                "writable": float(self.is_on and not self._unwritable),
+            }
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._indexer.join()
+        if self._lock_file is not None:
+            self._lock_file.close()
+            self._lock_file = None
+
+    # Opening.
+
+    def _open(self) -> None:
+        """Take the folder, and index what is in it."""
+        try:
+            self._files.make_folder()
+            if not self._take_lock():
+                self._unreadable = "another process uses it"
+            else:
+                self._index()
+        except OSError as error:
+            self._unreadable = str(error)
+        if self._unreadable:
+            self._retry_at_s = self._clock() + RETRY_S
+            _log.warning(
+                "KV on disk is off: %s: %s; tried again every %.0f s", self._files.folder, self._unreadable, RETRY_S
+            )
+
+    def _take_lock(self) -> bool:
+        """Return whether this process is the folder's writer from now on."""
+        file = (self._files.folder / "writer.lock").open("w")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            return False
+        self._lock_file = file
+        return True
+
+    def _index(self) -> None:
+        """Enter what is in the folder, the longest unused first; what is too much for the limit goes."""
+        found = []
+        told_s = start_s = self._clock()
+        for record in self._files.scan():
+            if self._is_closed:
+                return
+            found.append(record)
+            if self._clock() - told_s > PROGRESS_S:
+                told_s = self._clock()
+                _log.info("KV on disk: %d blocks found in %s so far", len(found), self._files.folder)
+        found.sort(key=lambda record: (not self._files.is_foreign(record.place), record.used_at_s, record.key))
+        with self._lock:
+            for record in found:
+                self._places[record.key] = record.place
+                gone = self._policy.add(record.key, record.nbytes, record.worth)
+                self._remove_files([self._places.pop(key) for key in gone])
+            self._num_foreign = sum(map(self._files.is_foreign, self._places.values()))
+        if self._num_foreign:
+            _log.warning(
+                "KV on disk: %d blocks in %s are of another model, number format or block size; they are not used, "
+                "and are the first to make room",
+                self._num_foreign, self._files.folder,
+            )  # fmt: skip
+        if others := self._files.others():
+            _log.warning(
+                "KV on disk: %s holds what this release does not use, and does not count: %s",
+                self._files.folder, ", ".join(others[:5]),
+            )  # fmt: skip
+        _log.info(
+            "KV on disk: %d blocks, %.2f GiB, found in %s in %.1f s",
+            len(self._places), self._policy.nbytes / 2**30, self._files.folder, self._clock() - start_s,
+        )  # fmt: skip
+        self._is_indexed = True
+
+    def _remove_files(self, places: Sequence[str]) -> None:
+        for place in places:
+            self._files.remove(place)
+            self._stats.num_evicted += 1
+            self._num_foreign -= self._files.is_foreign(place)
+
+    # Bad luck.
+
+    def _may_write(self) -> bool:
+        if self._unreadable or self._unwritable:
+            if self._clock() < self._retry_at_s or self._is_closed:
+                return False
+            self._retry_at_s = self._clock() + RETRY_S
+            if self._unreadable:
+                self._try_again()
+        return self._is_indexed and not self._unreadable
+
+    def _try_again(self) -> None:
+        """Go on if the folder can be used again, with what it holds then."""
+        if self._indexer.is_alive():
+            return
+        if self._lock_file is not None:  # a folder that came back may be another one
+            self._lock_file.close()
+            self._lock_file = None
+        with self._lock:
+            self._policy = EvictionPolicy(self._policy.capacity_nbytes)
+            self._places.clear()
+        self._is_indexed, self._unreadable = False, ""
+        self._indexer = threading.Thread(target=self._open, name="kv-disk-index", daemon=True)
+        self._indexer.start()
+
+    def _on_read_error(self, error: OSError, key: BlockKey) -> None:
+        self._stats.refused["unreadable"] += 1
+        self.evict([key])
+        if error.errno == errno.ENOENT and self._files.exists():
+            return  # one file is missing: somebody tidied up
+        self._unreadable, self._retry_at_s = str(error), self._clock() + RETRY_S
+        _log.warning("KV on disk is off: it can't be read: %s; tried again every %.0f s", error, RETRY_S)
+
+    def _on_write_error(self, error: OSError) -> None:
+        self._stats.refused["full" if error.errno in _FULL else "unwritable"] += 1
+        if not self._files.exists():
+            self._on_read_error(error, BlockKey(b""))
+            return
+        if not self._unwritable:
+            _log.warning(
+                "KV on disk keeps nothing new: %s; what is there is still read, and writing is tried every %.0f s",
+                error, RETRY_S,
+            )  # fmt: skip
+        self._unwritable, self._retry_at_s = str(error), self._clock() + RETRY_S
+
+    def _on_written(self) -> None:
+        if self._unwritable:
+            _log.info("KV on disk keeps blocks again in %s", self._files.folder)
+            self._unwritable = ""
+
+
+def free_nbytes(folder: Path) -> int:
+    """Return what is free on the disk of a folder that may not exist yet. Raises OSError."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    stat = os.statvfs(folder)
+    return stat.f_bavail * stat.f_frsize

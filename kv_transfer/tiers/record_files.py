@@ -1,0 +1,131 @@
+"""The records of blocks as files of a folder, one each.
+
+A record is written beside its place and renamed into it, so a reader finds a whole one or none while the system runs.
+Nothing is flushed: after a power cut a file may be empty or torn, which the checksum of the record finds. The name says
+what an index needs, so that no file is read to make one:
+
+    FOLDER/v1/LAYOUT_ID/ab/KEY.PARENT.MICROSECONDS.kv     key and parent in hexadecimal, "-" for no parent
+"""
+
+import errno
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from contracts.kv_store import BlockKey, BlockWorth
+from kv_transfer.chunks.block_record import VERSION
+
+_SUFFIX = ".kv"
+_PARTIAL = ".part"
+_READ_AHEAD = 16
+
+
+@dataclass(frozen=True, slots=True)
+class RecordFile:
+    """A file that was found. `used_at_s`: when it was last read or written, in seconds since 1970."""
+
+    key: BlockKey
+    worth: BlockWorth
+    place: str
+    nbytes: int
+    used_at_s: float
+
+
+class RecordFiles:
+    """The files of records below `folder`, those of one layout and others'.
+
+    Errors are OSError, for the caller to judge. A `place` is a path below the folder of this version of records.
+    """
+
+    def __init__(self, folder: Path, layout_id: str) -> None:
+        self.folder = folder
+        self._root, self._layout_id = folder / f"v{VERSION}", layout_id
+
+    def place(self, key: BlockKey, worth: BlockWorth) -> str:
+        """Return where the record of a key belongs."""
+        parent = "-" if worth.parent is None else worth.parent.hex()
+        name = f"{key.hex()}.{parent}.{round(worth.compute_s * 1e6)}{_SUFFIX}"
+        return f"{self._layout_id}/{name[:2]}/{name}"
+
+    def is_foreign(self, place: str) -> bool:
+        """Return whether it is a record of another layout."""
+        return not place.startswith(f"{self._layout_id}/")
+
+    def write(self, place: str, record: memoryview) -> None:
+        """Write a record; a fault leaves no file behind where the system lets it be removed."""
+        path = self._root / place
+        if not path.parent.is_dir():
+            path.parent.parent.mkdir(exist_ok=True)
+            path.parent.mkdir(exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}{_PARTIAL}")
+        try:
+            with partial.open("wb", buffering=0) as file:
+                if (written := file.write(record)) != len(record):
+                    raise OSError(errno.ENOSPC, f"{written} of {len(record)} bytes were written", str(partial))
+            partial.replace(path)
+        except OSError:
+            with suppress(OSError):
+                partial.unlink()
+            raise
+
+    def read(self, places: Sequence[str], into: Sequence[memoryview]) -> Iterator[int]:
+        """Yield the bytes of each record as it is read into its buffer.
+
+        Raises OSError at the first that can't be read.
+        """
+        files: list[int] = []
+        try:
+            for index in range(len(places)):
+                while len(files) < min(index + _READ_AHEAD, len(places)):
+                    files.append(self._open(places[len(files)]))
+                yield os.readv(files[index], [into[index]])
+                with suppress(OSError):  # of a disk that is read only
+                    os.utime(files[index])  # the order in which a later start finds them
+        finally:
+            for file in files:
+                os.close(file)
+
+    def remove(self, place: str) -> None:
+        """Remove a record; one that is gone already is no error."""
+        (self._root / place).unlink(missing_ok=True)
+
+    def make_folder(self) -> None:
+        self._root.mkdir(parents=True, exist_ok=True)
+
+    def exists(self) -> bool:
+        return self._root.is_dir()
+
+    def scan(self) -> Iterator[RecordFile]:
+        """Yield every record there is, and remove what a writer that died left half written."""
+        for group in sorted(self._root.glob("*/*/")):
+            prefix = f"{group.parent.name}/{group.name}/"
+            with os.scandir(group) as entries:
+                yield from (found for entry in entries if (found := _record_file(prefix, entry)) is not None)
+
+    def others(self) -> list[str]:
+        """Return the names in the folder that are not of this version of records."""
+        return sorted(path.name for path in self.folder.iterdir() if path != self._root and path.suffix != ".lock")
+
+    def _open(self, place: str) -> int:
+        file = os.open(self._root / place, os.O_RDONLY | os.O_CLOEXEC)
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_WILLNEED)
+        return file
+
+
+def _record_file(prefix: str, entry: "os.DirEntry[str]") -> RecordFile | None:
+    """Return the record that a file's name states, or None if it is none."""
+    if entry.name.endswith(_PARTIAL):
+        with suppress(OSError):
+            os.unlink(entry.path)
+        return None
+    try:
+        key, parent, microseconds, _ = entry.name.split(".")
+        worth = BlockWorth(
+            compute_s=int(microseconds) / 1e6, parent=None if parent == "-" else BlockKey(bytes.fromhex(parent))
+        )
+        stat = entry.stat()
+        return RecordFile(BlockKey(bytes.fromhex(key)), worth, prefix + entry.name, stat.st_size, stat.st_mtime)
+    except (ValueError, FileNotFoundError):
+        return None

@@ -1,0 +1,220 @@
+"""The tier on a real disk: it outlives the process, holds its limit, and survives what disks do."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from contracts.errors import Corrupt
+from kv_transfer.chunks.block_record import verify
+from kv_transfer.tiers.disk import RETRY_S, DiskTier
+from tests.full_disk import small_disk
+from tests.kv_transfer.tiers.block_samples import LAYOUT, RECORD_NBYTES, buffers, bytes_of, key_of, record_of, worth_of
+
+ROOM = 100 * RECORD_NBYTES
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def open_tier(folder: Path, nbytes: int = ROOM, clock: Clock | None = None, layout_id: str = "ours") -> DiskTier:
+    tier = DiskTier(folder, layout_id, nbytes, clock or Clock())
+    tier.wait_until_indexed(30)
+    return tier
+
+
+def files_in(folder: Path) -> list[Path]:
+    return sorted(folder.glob("v1/*/*/*"))
+
+
+def store(tier: DiskTier, number: int) -> bool:
+    return tier.store(key_of(number), record_of(number), worth_of(number))
+
+
+def holds(tier: DiskTier, number: int) -> bool:
+    """Read it, and verify it."""
+    into = buffers(1)
+    sizes = tier.load([key_of(number)], into)
+    if sizes:
+        block = verify(into[0][: sizes[0]], key_of(number), LAYOUT)
+        assert np.array_equal(block.payload, bytes_of(number))
+    return bool(sizes)
+
+
+def test_outlives_its_process(tmp_path: Path):
+    tier = open_tier(tmp_path)
+    assert all(store(tier, number) for number in range(40))
+    tier.close()
+    again = open_tier(tmp_path)
+    assert again.lookup([key_of(number) for number in range(50)]) == 40
+    assert all(holds(again, number) for number in range(40))
+    into = buffers(40)  # more than are opened ahead
+    assert len(again.load([key_of(number) for number in range(40)], into)) == 40
+    again.close()
+
+
+def test_holds_its_limit_also_when_that_is_lowered(tmp_path: Path):
+    tier = open_tier(tmp_path, 10 * RECORD_NBYTES)
+    for number in range(60):
+        store(tier, number)
+    tier.close()
+    assert 0 < sum(path.stat().st_size for path in files_in(tmp_path)) <= 10 * RECORD_NBYTES
+    again = open_tier(tmp_path, 4 * RECORD_NBYTES)
+    assert again.stats()["blocks"] == len(files_in(tmp_path)) == 4
+    assert again.stats()["bytes"] <= 4 * RECORD_NBYTES
+    again.close()
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "zeros", "long"])
+def test_what_a_disk_did_to_a_file_is_not_believed(tmp_path: Path, damage: str):
+    tier = open_tier(tmp_path)
+    store(tier, 1)
+    (file,) = files_in(tmp_path)
+    data = bytearray(file.read_bytes())
+    if damage == "flip":
+        data[len(data) // 2] ^= 4
+    changed = {"cut": data[:-100], "empty": b"", "zeros": bytes(len(data)), "long": data + bytes(9)}.get(damage, data)
+    file.write_bytes(changed)
+    into = [memoryview(bytearray(RECORD_NBYTES + 64))]
+    (nbytes,) = tier.load([key_of(1)], into)
+    with pytest.raises(Corrupt):
+        verify(into[0][:nbytes], key_of(1), LAYOUT)
+    tier.evict([key_of(1)])
+    assert not files_in(tmp_path)
+    assert store(tier, 1) and holds(tier, 1)
+    tier.close()
+
+
+def test_removes_what_a_writer_that_was_killed_left(tmp_path: Path):
+    script = (
+        "import os, pathlib, sys; from tests.kv_transfer.tiers.test_disk import *;"
+        "tier = open_tier(pathlib.Path(sys.argv[1])); store(tier, 1);"
+        "pathlib.Path.replace = lambda *_: os.kill(os.getpid(), 9); store(tier, 2)"
+    )
+    died = subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=60)
+    assert died.returncode == -9
+    assert len(files_in(tmp_path)) == 2
+    tier = open_tier(tmp_path)
+    assert len(files_in(tmp_path)) == 1
+    assert holds(tier, 1) and not holds(tier, 2)
+    tier.close()
+
+
+def test_a_full_disk_is_still_read_and_written_again_once_there_is_room(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    with small_disk(tmp_path / "disk") as disk:
+        clock = Clock()
+        tier = open_tier(disk.folder, clock=clock)
+        assert store(tier, 1)
+        disk.fill()
+        for number in range(2, 9):
+            assert not store(tier, number)
+            clock.now += RETRY_S
+        assert holds(tier, 1)
+        assert (tier.is_on, tier.stats()["writable"], tier.stats()["refused_full"]) == (True, 0, 7)
+        assert sum("keeps nothing new" in record.message for record in caplog.records) == 1
+        disk.clear()
+        clock.now += RETRY_S
+        assert store(tier, 4) and holds(tier, 4)
+        assert not list(disk.folder.rglob("*.part"))
+        tier.close()
+
+
+def test_a_disk_that_became_read_only_is_still_read(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    with small_disk(tmp_path / "disk") as disk:
+        tier = open_tier(disk.folder)
+        assert store(tier, 1)
+        tier_files = disk.folder / "v1"
+        subprocess.run(["mount", "--bind", str(tier_files), str(tier_files)], check=True)
+        subprocess.run(["mount", "-o", "remount,ro,bind", str(tier_files)], check=True)
+        try:
+            assert not store(tier, 2)
+            assert holds(tier, 1)
+            assert tier.stats()["refused_unwritable"] == 1
+            assert "Read-only file system" in caplog.text
+        finally:
+            subprocess.run(["umount", str(tier_files)], check=True)
+        tier.close()
+
+
+def test_a_folder_that_vanishes_turns_it_off_until_it_is_back(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    clock, folder, elsewhere = Clock(), tmp_path / "kv", tmp_path / "elsewhere"
+    tier = open_tier(folder, clock=clock)
+    assert store(tier, 1)
+    folder.rename(elsewhere)
+    assert not holds(tier, 1)
+    assert not tier.is_on and tier.lookup([key_of(1)]) == 0
+    assert not store(tier, 2)
+    assert sum("is off" in record.message for record in caplog.records) == 1
+    elsewhere.rename(folder)
+    clock.now += RETRY_S
+    store(tier, 2)  # looks at the folder again
+    tier.wait_until_indexed(30)
+    assert tier.is_on and holds(tier, 1)
+    tier.close()
+
+
+def test_a_second_writer_is_off_until_the_first_is_gone(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    clock = Clock()
+    first, second = open_tier(tmp_path), open_tier(tmp_path, clock=clock)
+    assert store(first, 1)
+    assert not second.is_on and not store(second, 2)
+    assert "another process uses it" in caplog.text
+    first.close()
+    clock.now += RETRY_S
+    store(second, 2)
+    second.wait_until_indexed(30)
+    assert second.is_on and holds(second, 1)
+    second.close()
+
+
+def test_a_folder_that_can_t_be_made_is_no_error(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    tier = open_tier(tmp_path / "file")
+    assert not tier.is_on and not store(tier, 1)
+    tier.close()
+
+
+def test_blocks_of_another_layout_are_named_once_and_go_first(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    other = open_tier(tmp_path, layout_id="other")
+    for number in range(8):
+        store(other, number)
+    other.close()
+    (tmp_path / "v0").mkdir()
+    tier = open_tier(tmp_path, 8 * RECORD_NBYTES)
+    assert tier.stats()["foreign_blocks"] == 8
+    assert sum("another model, number format or block size" in record.message for record in caplog.records) == 1
+    assert sum("does not use, and does not count: v0" in record.message for record in caplog.records) == 1
+    for number in range(100, 108):
+        store(tier, number)
+    assert tier.stats()["foreign_blocks"] <= 4
+    assert all(holds(tier, number) for number in (106, 107))
+    tier.close()
+
+
+def test_a_file_that_somebody_removed_is_a_miss(tmp_path: Path):
+    tier = open_tier(tmp_path)
+    assert store(tier, 1) and store(tier, 2)
+    next(path for path in files_in(tmp_path) if path.name.startswith(key_of(1).hex())).unlink()
+    assert not holds(tier, 1)
+    assert tier.is_on and holds(tier, 2) and tier.lookup([key_of(1)]) == 0
+    tier.close()
+
+
+def test_the_size_of_a_file_is_limited(tmp_path: Path):
+    """RLIMIT_FSIZE stands for a quota: writing fails in the middle of a record."""
+    script = (
+        "import pathlib, resource, signal, sys; from tests.kv_transfer.tiers.test_disk import *;"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); tier = open_tier(pathlib.Path(sys.argv[1]));"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100));"
+        "assert not store(tier, 1) and tier.stats()['refused_full'] == 1"
+    )
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=60, check=True)
+    assert not files_in(tmp_path)
