@@ -70,6 +70,14 @@ class Runner(Protocol):
         """Constant once a model is loaded."""
         ...
 
+    @property
+    def graph_rows(self) -> tuple[int, ...]:
+        """Numbers of rows, ascending, to which a batch with prompts is padded; none if it is not.
+
+        Constant once a model is loaded.
+        """
+        ...
+
     def forward(self, pieces: SequenceOf[ScheduledChunk], written: Written = ignore_progress) -> Computed:
         """Writes K and V; running it again, as after an error, writes the same.
 

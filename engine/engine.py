@@ -61,13 +61,15 @@ class Engine:
         self.dtype = backend.dtype
         self.layout: KVLayout = cache.layout
         self.max_model_len = max_model_len
-        self.max_mixed_tokens = min(settings.max_mixed_tokens or budget, budget)
+        max_mixed_tokens = min(settings.max_mixed_tokens or budget, budget)
         self.capacity_tokens = cache.num_blocks * cache.layout.block_size
         self.runner, self.sampler = backend.runner, sampler
         self._cache, self._close = cache, backend.close
         self.pool = pool = BlockPool(cache.num_blocks, cache.layout.block_size, settings.prefix_cache)
         prefix_cache = PrefixInserter(pool, backend.caches_decoded_kv)
-        limits = SchedulerLimits(settings.max_num_seqs, budget, self.max_mixed_tokens)
+        limits = SchedulerLimits(
+            settings.max_num_seqs, budget, max_mixed_tokens, self.runner.graph_rows, settings.itl_objective_s
+        )
         self.scheduler = scheduler = Scheduler(pool, limits, prefix_cache.insert_all)
         self.grammars = grammars = Grammars(checkpoint)
         self.sequences = table = SequenceTable()
@@ -79,7 +81,7 @@ class Engine:
         draws = TokenDraws(self.runner, sampler, grammars, table, requests)
         self.pipeline = StepPipeline(
             table, scheduler, pool, intake, grammars, requests, blocks, forward_pass, draws, stop_check, self.runner,
-            self.max_mixed_tokens, clock,
+            max_mixed_tokens, clock,
         )  # fmt: skip
         self._handoff = Handoff(
             table, scheduler, pool, intake, grammars, requests, stop_check, self.runner, vocab_size,
@@ -179,6 +181,10 @@ class Engine:
         """
         return self.pipeline.slack_s
 
+    def prompt_tokens_beside(self, num_answers: int) -> int:
+        """Return how many tokens of a prompt that waits alone are computed in a step with so many answers."""
+        return self.scheduler.mixed_budget.prompt_tokens(num_answers, 0)
+
     def stats(self) -> EngineStats:
         return engine_stats(
             self.sequences,
@@ -186,7 +192,6 @@ class Engine:
             self._intake.compiling,
             self.pool,
             self.pipeline.counters,
-            self.max_mixed_tokens,
         )
 
     def close(self) -> None:

@@ -13,7 +13,8 @@ class EngineSettings:
     None leaves a value to the engine: `kv_cache_nbytes` what a trial needs (cache.sizing), on a GPU what is free;
     `max_model_len` the model's own, as far as the cache holds it; `num_threads` torch's default. `max_batched_tokens`
     is the token budget of one step, `max_mixed_tokens` that of one with answers, None the same
-    (scheduler.SchedulerLimits). What was found out about the CPU is remembered in `cache_dir`. A cache on a GPU that
+    (scheduler.SchedulerLimits); steps with answers have less where gaps would be longer than `itl_objective_s`, unless
+    it is 0.0. What was found out about the CPU is remembered in `cache_dir`. A cache on a GPU that
     takes what is free leaves `spare_nbytes` to others. `tensor_parallel` GPUs, `device` the first of them, share the
     model.
     """
@@ -26,6 +27,7 @@ class EngineSettings:
     max_num_seqs: int = 64
     max_batched_tokens: int = 1024
     max_mixed_tokens: int | None = None
+    itl_objective_s: float = 0.0
     num_threads: int | None = None
     device: str = "cpu"
     tensor_parallel: int = 1

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from engine.cache.block_pool import BlockPool
 from engine.messages import EngineStats
-from engine.scheduler.batch import prompt_tokens_per_mixed_step
 from engine.scheduler.scheduler import Scheduler
 from engine.sequence import Sequence, Status
 from engine.sequence_table import SequenceTable
@@ -31,11 +30,11 @@ def engine_stats(
     compiling: Collection[Sequence],
     pool: BlockPool,
     counters: StepCounters,
-    max_mixed_tokens: int,
 ) -> EngineStats:
     """Return how an engine stands now. `compiling`: the sequences that wait for their grammars."""
     queued = (*scheduler.waiting, *scheduler.running, *compiling)
     num_answers = sum(sequence.is_decoding for sequence in scheduler.running)
+    num_prompt_tokens = sum(len(s.tokens) - s.num_computed for s in queued if not s.is_decoding)
     return EngineStats(
         num_running=len(scheduler.running),
         num_waiting=len(scheduler.waiting) + len(compiling),
@@ -43,7 +42,7 @@ def engine_stats(
         num_reserved=table.count(Status.RESERVED),
         queue_tokens=sum(len(s.tokens) - s.num_computed for s in queued),
         free_tokens=pool.num_available * pool.block_size,
-        prompt_tokens_per_mixed_step=prompt_tokens_per_mixed_step(max_mixed_tokens, num_answers),
+        prompt_tokens_per_mixed_step=scheduler.mixed_budget.prompt_tokens(num_answers, num_prompt_tokens),
         num_cached_blocks=pool.num_cached,
         num_steps=counters.num_steps,
         prefix_query_tokens=scheduler.num_prefix_queries,

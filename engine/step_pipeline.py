@@ -166,6 +166,7 @@ class StepPipeline:
                 sequence.num_pending = 0
             sequence.tokens.append(token.token_id)
         num_prefill, num_decode = self._count(batch.chunks)
+        self._scheduler.mixed_budget.record(num_prefill, num_decode, span_s)
         return StepOutput(
             started=batch.started,
             chunks=batch.done_chunks,

@@ -89,12 +89,15 @@ class _Engine:
     """A stand-in that computes whatever was submitted in its next step."""
 
     has_reserved, slack_s = False, 0.0
-    capacity_tokens = max_mixed_tokens = 0
+    capacity_tokens = 0
 
     def __init__(self, layout: KVLayout) -> None:
         self.layout = layout
         self.num_released = 0
         self._is_waiting = False
+
+    def prompt_tokens_beside(self, num_answers: int) -> int:
+        return 0
 
     def submit(self, request: object) -> None:
         self._is_waiting = True

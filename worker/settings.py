@@ -63,6 +63,13 @@ class WorkerSettings(BaseSettings):
         ge=0,
         description="token budget of a step with answers, a quarter of it prompts'; 0: as others, on a GPU 1024",
     )
+    itl_objective_ms: float = Field(
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="longest gap between an answer's tokens that prompts beside it may make: steps with answers get as "
+        "small as that takes, unless prompts wait long; 0: none, on a GPU 8",
+    )
     num_threads: int = Field(0, ge=0, description="CPU threads of the engine; 0: all cores")
     grant_timeout_s: float = Field(5.0, gt=0, description="how long a computed prompt waits for pages at decode")
     drain_timeout_s: float = Field(8.0, ge=0, description="how long what runs may go on after a signal to stop")

@@ -18,6 +18,7 @@ from engine.sequence import Sequence
 
 class CpuRunner:
     early_planes = max_graph_rows = 0
+    graph_rows: tuple[int, ...] = ()
 
     def __init__(self, model: Decoder, cache: KVCache) -> None:
         self._model, self._cache = model, cache

@@ -77,6 +77,10 @@ class DeviceRunner:
     def max_graph_rows(self) -> int:
         return self.launcher.chunks.most_rows
 
+    @property
+    def graph_rows(self) -> tuple[int, ...]:
+        return tuple(self.launcher.chunks.sizes[::-1])
+
     def forward(self, pieces: SequenceOf[ScheduledChunk], written: Written = ignore_progress) -> Computed:
         sampling = [piece.sequence for piece in pieces if piece.samples]
         return self._run(pieces, sampling, not any(self._sampler.adjusts(sequence) for sequence in sampling), written)

@@ -15,7 +15,8 @@ from operator import attrgetter
 
 from contracts.ids import RequestId
 from engine.cache.block_pool import BlockPool
-from engine.scheduler.batch import Batch, ScheduledChunk, prompt_tokens_per_mixed_step
+from engine.scheduler.batch import Batch, ScheduledChunk
+from engine.scheduler.mixed_budget import MixedBudget
 from engine.sequence import Sequence, Status
 
 _log = logging.getLogger(__name__)
@@ -28,11 +29,14 @@ class SchedulerLimits:
     `max_batched_tokens`: budget of one step, a block at least. Decodes always run; prompts have what is left, and wait
     for an answer's end where nothing is. Beside answers it is `max_mixed_tokens`, a block at least, since prompts
     lengthen their gaps; theirs are among these, but a quarter is the prompts' whatever the number of answers.
+    `itl_objective_s`, unless 0.0, makes that the most: see MixedBudget, as for `graph_rows`.
     """
 
     max_num_seqs: int
     max_batched_tokens: int
     max_mixed_tokens: int
+    graph_rows: tuple[int, ...] = ()
+    itl_objective_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,9 @@ class Scheduler:
         self._pool = pool
         self._limits = limits
         self._before_preemption = before_preemption
+        self.mixed_budget = MixedBudget(
+            limits.max_mixed_tokens, pool.block_size, limits.graph_rows, limits.itl_objective_s
+        )
         self._next_arrival = 0
         self._refused: tuple[Sequence, int, int] | None = None
         self.claim: PendingReservation | None = None
@@ -145,7 +152,9 @@ class Scheduler:
         are expected from elsewhere. They would wait for the step's end like those that run, and a place is theirs.
         """
         pieces = self._decodes()
-        budget = _Budget(self._limits, len(pieces), num_reserved, self._pool.block_size)
+        has_answers = len(pieces) + num_reserved > 0
+        beside_answers = self.mixed_budget.prompt_tokens(len(pieces), self._num_waiting_tokens(has_answers))
+        budget = _Budget(self._limits.max_batched_tokens - len(pieces), beside_answers, has_answers)
         pieces += self._chunks([s for s in self._in_turn if not s.is_decoding], budget)
         pieces += self._admit(budget, num_reserved)
         pieces.sort(key=_phase)
@@ -153,6 +162,13 @@ class Scheduler:
         for sequence in started:
             sequence.started = True
         return Batch(tuple(pieces), started)
+
+    def _num_waiting_tokens(self, has_answers: bool) -> int:
+        """Return the tokens of prompts that are to be computed; 0 without answers, which need not know."""
+        if not has_answers:
+            return 0
+        prompts = (s for s in (*self.running, *self.waiting) if not s.is_decoding)
+        return sum(len(s.tokens) - s.num_computed for s in prompts)
 
     @property
     def _in_turn(self) -> list[Sequence]:
@@ -284,10 +300,8 @@ class Scheduler:
 class _Budget:
     """What a step may still compute beside its decodes."""
 
-    def __init__(self, limits: SchedulerLimits, num_decodes: int, num_reserved: int, block_size: int) -> None:
-        self._alone = limits.max_batched_tokens - num_decodes
-        self._beside_answers = max(prompt_tokens_per_mixed_step(limits.max_mixed_tokens, num_decodes), block_size)
-        self._has_answers = num_decodes + num_reserved > 0
+    def __init__(self, alone: int, beside_answers: int, has_answers: bool) -> None:
+        self._alone, self._beside_answers, self._has_answers = alone, beside_answers, has_answers
 
     @property
     def num_tokens(self) -> int:

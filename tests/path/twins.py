@@ -63,12 +63,14 @@ class FakeEngine:
     capacity: int = 64
     max_waiting: int = 64
     layout: KVLayout = LAYOUT
-    max_mixed_tokens: int = 16
     slack_s: float = 0.0
     span_s: float = 0.0
     sequences: dict[RequestId, FakeSequence] = field(default_factory=dict)
     writers: dict[RequestId, int] = field(default_factory=dict)
     preempted: list[RequestId] = field(default_factory=list)
+
+    def prompt_tokens_beside(self, num_answers: int) -> int:
+        return 16
 
     @property
     def held(self) -> int:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from contracts.node import STEP_TOKENS, NodeLoad
 from engine.engine import Engine
 from engine.messages import EngineStats
-from engine.scheduler.batch import prompt_tokens_per_mixed_step
 from kv_transfer.events import LinkStats
 from kv_transfer.node import TransferNode
 from process.garbage_collector import COLLECTIONS
@@ -77,7 +76,7 @@ class StatusReporter:
         num_tokens = num_prefill_tokens + num_decode_tokens
         self._num_step_tokens += num_tokens
         self._steps[bisect_left(STEP_TOKENS, num_tokens)] += 1
-        most = prompt_tokens_per_mixed_step(self._engine.max_mixed_tokens, num_decode_tokens)
+        most = self._engine.prompt_tokens_beside(num_decode_tokens)
         self._prefill.add(num_prefill_tokens, span_s, min(FULL_TOKENS, most // 2))
         self._decode.add(num_decode_tokens, span_s)
 

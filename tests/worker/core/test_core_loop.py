@@ -367,7 +367,7 @@ def test_paths_that_fail_are_told_to_placement_and_counted():
 
 def test_placement_is_told_a_rate_once_a_step_was_full():
     ring = Ring()
-    side, full = ring.sides[P], ring.sides[P].engine.max_mixed_tokens // 2
+    side, full = ring.sides[P], ring.sides[P].engine.prompt_tokens_beside(0) // 2
     side.engine.span_s = 0.5
     ring.both(ring.job("short", list(range(full - 1)), 2))
     ring.settle()
