@@ -1,0 +1,81 @@
+"""Records in a folder that several workers see, such as one on NFS.
+
+Each is a file, written once, by anyone.
+"""
+
+import errno
+import os
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from contracts.errors import OutOfBlocks, Unavailable
+from contracts.kv_store import BlockKey
+from kv_transfer.chunks.block_record import VERSION
+
+
+class SharedFolder:
+    """The record files of a folder: see remote_store.RecordStore.
+
+    Nothing here removes old ones: its owner does.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._root = folder, folder / f"v{VERSION}"
+
+    def count_held(self, keys: Sequence[BlockKey]) -> int:
+        self._require_folder()
+        return next((index for index, key in enumerate(keys) if not self._path(key).exists()), len(keys))
+
+    def get(self, keys: Sequence[BlockKey]) -> list[bytes | None]:
+        self._require_folder()
+        return [self._read(key) for key in keys]
+
+    def put(self, key: BlockKey, record: memoryview) -> None:
+        self._require_folder()
+        path = self._path(key)
+        partial = path.with_suffix(f".{uuid.uuid4().hex}.part")
+        try:
+            if path.exists():
+                return
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_bytes(record)
+            partial.replace(path)
+        except OSError as error:
+            with suppress(OSError):
+                partial.unlink()
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise OutOfBlocks(str(error)) from error
+            raise Unavailable(str(error)) from error
+
+    def delete(self, keys: Sequence[BlockKey]) -> None:
+        for key in keys:
+            with suppress(OSError):  # it will be found faulty again
+                self._path(key).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Do nothing: no file is open between calls."""
+
+    def _read(self, key: BlockKey) -> bytes | None:
+        try:
+            data = self._path(key).read_bytes()
+            with suppress(OSError):
+                os.utime(self._path(key))  # so that its owner can remove what was long unused
+            return data
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise Unavailable(str(error)) from error
+
+    def _require_folder(self) -> None:
+        """Raise Unavailable if it is not there.
+
+        Made anew, a folder that is not mounted would fill the disk below.
+        """
+        if not self._folder.is_dir():
+            raise Unavailable(f"{self._folder} is no folder")
+
+    def _path(self, key: BlockKey) -> Path:
+        name = key.hex()
+        return self._root / name[:2] / f"{name}.kv"
