@@ -83,7 +83,7 @@ class DecodeRole:
 
     def on_committed(self, handoff: IncomingHandoff) -> None:
         self._counters["kv_handoffs_received_committed"] += 1
-        self._attempts.move(handoff.attempt, "COMMITTED")
+        self._attempts.report_state(handoff.attempt, "COMMITTED")
 
     def on_aborted(self, handoff: IncomingHandoff, code: str) -> None:
         self._counters["kv_handoffs_received_aborted"] += code != "finished"

@@ -19,7 +19,7 @@ from kv_transfer.chunks.device_pool import DevicePool
 from kv_transfer.chunks.page_pool import PagePool
 from kv_transfer.connection import handshake
 from kv_transfer.connection import layout_negotiation as conversion
-from kv_transfer.connection.capabilities import ways_of
+from kv_transfer.connection.capabilities import capabilities_of
 from kv_transfer.connection.frames import Hello
 from kv_transfer.connection.handshake import Identity
 from kv_transfer.connection.handshake_socket import HandshakeSocket
@@ -107,9 +107,9 @@ class TransferNode:
         return f"[{host}]:{self._listener.port}" if ":" in host else f"{host}:{self._listener.port}"
 
     @property
-    def ways(self) -> TransferCapabilities:
+    def capabilities(self) -> TransferCapabilities:
         """Return how pages may be sent and received, to be published before workers connect."""
-        return ways_of(self._parts.terms)
+        return capabilities_of(self._parts.terms)
 
     def start(self) -> None:
         self._listener.start()
@@ -383,7 +383,7 @@ class TransferNode:
             self._wake()
 
     def _judge_interfaces(self) -> None:
-        """Record replaced interfaces, under the lock, after two connected ends found no way by UCX."""
+        """Record replaced interfaces, under the lock, after two connected ends found no path by UCX."""
         if names := self._interfaces.replaced():
             self._broken = f"UCX uses the network interfaces of its start, and {', '.join(names)} came since"
 

@@ -45,12 +45,12 @@ class Rehearsal:
     """
 
     def __init__(self, parts: LinkParts) -> None:
-        quiet = replace(parts, emit=_unheard, note=_unheard, wake=_ignore, paths=PathHealth(time.monotonic))
+        quiet = replace(parts, emit=_drop_event, note=_drop_event, wake=_ignore, paths=PathHealth(time.monotonic))
         worker_id, incarnation = WorkerId("rehearsal"), Incarnation("rehearsal")
         hello = Hello(protocol=PROTOCOL, worker_id=worker_id, incarnation=incarnation, role="prefill", nonce=b"")
-        self._decode = _Decode(quiet, hello)
-        self._prefill = _Prefill(quiet, WorkerRef(worker_id=worker_id, incarnation=incarnation, url="", transfer=""))
-        self._prefill.tell, self._decode.tell = _ear(self._decode), _ear(self._prefill)
+        self._decode = _DecodeEnd(quiet, hello)
+        self._prefill = _PrefillEnd(quiet, WorkerRef(worker_id=worker_id, incarnation=incarnation, url="", transfer=""))
+        self._prefill.deliver, self._decode.deliver = _deliver_to(self._decode), _deliver_to(self._prefill)
         layout = parts.layout
         self._offer = Offer(
             request_id=_REQUEST_ID, epoch=_EPOCH, num_tokens=layout.block_size, layout_id=layout.layout_id
@@ -104,48 +104,48 @@ class Rehearsal:
         decode.commit(Commit(request_id=_REQUEST_ID, epoch=_EPOCH, num_chunks=1, nbytes=self._header.nbytes))
 
 
-def _ear(link: Link) -> Callable[[bytes], None]:
+def _deliver_to(link: Link) -> Callable[[bytes], None]:
     """Return a function that passes frames to this end as if they came over a socket."""
     reader = codec.FrameReader()
 
-    def hear(data: bytes) -> None:
+    def deliver(data: bytes) -> None:
         for payload in reader.feed(data):
             link._on_message(HANDOFF.decode(payload))
 
-    return hear
+    return deliver
 
 
-class _Prefill(OutgoingLink):
+class _PrefillEnd(OutgoingLink):
     """The prefill end, which passes its messages to the decode end."""
 
-    tell: Callable[[bytes], None]
+    deliver: Callable[[bytes], None]
 
     def __init__(self, parts: LinkParts, peer: WorkerRef) -> None:
         super().__init__(parts, peer, was_asked=True)
-        self._pull_sender = PullSender(self.queue, _Mark(), self.send, self._rate.told)
+        self._pull_sender = PullSender(self.queue, _NoSemaphore(), self.send, self._rate.reported)
 
     def send(self, message: HandoffMessage) -> None:
-        self.tell(codec.frame(message))
+        self.deliver(codec.frame(message))
 
 
-class _Decode(IncomingLink):
+class _DecodeEnd(IncomingLink):
     """The decode end, which passes its messages to the prefill end."""
 
-    tell: Callable[[bytes], None]
+    deliver: Callable[[bytes], None]
 
     def __init__(self, parts: LinkParts, hello: Hello) -> None:
         super().__init__(parts, hello)
-        self._pull_receiver = self._pull_receiver_of(_Nowhere(parts.layout.only_group.num_planes), checks=True)
+        self._pull_receiver = self._pull_receiver_of(_NoPool(parts.layout.only_group.num_planes), checks=True)
 
     def send(self, message: HandoffMessage) -> None:
-        self.tell(codec.frame(message))
+        self.deliver(codec.frame(message))
 
     def looks_ahead(self) -> None:
         assert self._pull_receiver is not None
         self._pull_receiver.look_ahead()
 
 
-class _Mark:
+class _NoSemaphore:
     """A DeviceSemaphore (kv_transfer.chunks.device_pool) that has no waiter."""
 
     shared = b""
@@ -154,10 +154,10 @@ class _Mark:
         """Do nothing: decode has copied by then."""
 
 
-class _Nowhere:
+class _NoPool:
     """A RemotePool and DeferredCopy (kv_transfer.chunks.device_pool) that copies nothing."""
 
-    num_pages, detail = 1, "nowhere"
+    num_pages, detail = 1, "none"
     is_void, is_due, is_done, busy_s = False, True, True, 0.0
 
     def __init__(self, num_planes: int) -> None:
@@ -168,7 +168,7 @@ class _Nowhere:
 
     def pull_later(
         self, pages: Sequence[BlockId], into: Sequence[BlockId], checks: bool, early_planes: int, mark: int
-    ) -> "_Nowhere":
+    ) -> "_NoPool":
         return self
 
     def wait(self) -> np.ndarray:
@@ -184,7 +184,7 @@ def _sums(num_planes: int) -> np.ndarray:
     return np.zeros((1, num_planes), np.uint32)
 
 
-def _unheard(event: TransferEvent) -> None:
+def _drop_event(event: TransferEvent) -> None:
     """Drop an event: a rehearsal has no owner."""
 
 

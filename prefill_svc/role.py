@@ -41,7 +41,7 @@ class PrefillRole:
     def start(self, attempt: Attempt, now: float) -> None:
         self._engine.submit(attempt.request(handoff=True))
         self._handoffs.begin(attempt, attempt.job.route.decode, len(attempt.job.token_ids))
-        self._attempts.move(attempt, "QUEUED")
+        self._attempts.report_state(attempt, "QUEUED")
 
     def drop(self, attempt: Attempt, reason: str, now: float) -> None:
         handoff = self._handoffs.get(attempt)
@@ -57,7 +57,7 @@ class PrefillRole:
             return
         handoff.offer()
         self._counters["handoffs_offered"] += 1
-        self._attempts.move(attempt, "RESERVING")
+        self._attempts.report_state(attempt, "RESERVING")
 
     def on_chunk_scheduled(self, attempt: Attempt, chunk: ChunkScheduled) -> None:
         if handoff := self._handoffs.get(attempt):
@@ -99,10 +99,10 @@ class PrefillRole:
     # What becomes of a handoff, see OutgoingOwner.
 
     def on_granted(self, handoff: OutgoingHandoff) -> None:
-        self._attempts.move(handoff.attempt, "TRANSFERRING")
+        self._attempts.report_state(handoff.attempt, "TRANSFERRING")
 
     def on_waiting(self, handoff: OutgoingHandoff) -> None:
-        self._attempts.move(handoff.attempt, "HELD")
+        self._attempts.report_state(handoff.attempt, "HELD")
 
     def on_committed(self, handoff: OutgoingHandoff, now: float) -> None:
         assert handoff.sent_s is not None
@@ -131,4 +131,4 @@ class PrefillRole:
         self._counters["handoffs_local"] += 1
         self._handoffs.recall(handoff, "local", "decoded on the prefill worker")
         self._engine.keep_local(handoff.attempt.key)
-        self._attempts.move(handoff.attempt, "LOCAL_DECODE")
+        self._attempts.report_state(handoff.attempt, "LOCAL_DECODE")

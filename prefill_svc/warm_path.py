@@ -26,7 +26,7 @@ from worker.core.role import attempt_key
 from worker.messages import ToCore, ToFront, Work
 
 _REQUEST_ID, _EPOCH = RequestId("rehearsal"), Epoch(1)
-_ME, _PEER = (WorkerRef(WorkerId(name), Incarnation(name), "", "") for name in ("rehearsal", "nobody"))
+_ME, _PEER = (WorkerRef(WorkerId(name), Incarnation(name), "", "") for name in ("rehearsal", "rehearsal-peer"))
 _PAGES = [BlockId(0)]
 
 
@@ -43,7 +43,7 @@ class EngineCoreRehearsal:
         prompt, sampling = [0] * layout.block_size, SamplingParams(max_tokens=2, seed=0)
         self._job = Job(
             Route(request_id=_REQUEST_ID, epoch=_EPOCH, prefill=_ME, decode=_PEER),
-            GatewayId("nobody"),
+            GatewayId("rehearsal"),
             prompt,
             sampling,
             timeout_s=60.0,

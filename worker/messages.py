@@ -70,7 +70,7 @@ class CoreReady(msgspec.Struct, frozen=True, tag="core_ready"):
     max_model_len: int
     capacity_tokens: int
     dtype: str
-    ways: TransferCapabilities
+    capabilities: TransferCapabilities
 
 
 class LinkStatus(msgspec.Struct, frozen=True):
@@ -106,7 +106,7 @@ class CoreFrame(msgspec.Struct, frozen=True, tag="frame"):
     """The output of one turn of the loop."""
 
     events: dict[GatewayId, list[Event]]
-    moves: list[tuple[RequestId, Epoch, str]]
+    state_reports: list[tuple[RequestId, Epoch, str]]
     status: CoreStatus | None
 
 

@@ -253,7 +253,7 @@ def serve(link: FrontLink, start: Start, spec: CoreSpec, engine: Engine) -> None
     """Run the core as worker.core.main does, with stamps."""
     me, stamps, attempts = WorkerId(start.worker_id), Stamps(), AttemptTable()
     settings = TransferSettings(secret=SECRET, transport=spec.transfer, checksum=spec.checksum)
-    node = StampedNode(settings, me, Incarnation(start.incarnation), engine.layout, engine.transfer_pool, link.ring)
+    node = StampedNode(settings, me, Incarnation(start.incarnation), engine.layout, engine.transfer_pool, link.wake)
     node.stamps = stamps
     if spec.sums:
         node.sums = sums = PageSums(Path(spec.sums) / f"{start.incarnation}.jsonl", engine)

@@ -14,7 +14,7 @@ BEST_OF_DEVICES = ("nvlink", "ucx", "shm", "tcp")
 ONE_HOST = ("nvlink", "shm")
 
 
-def ways_of(terms: Terms) -> TransferCapabilities:
+def capabilities_of(terms: Terms) -> TransferCapabilities:
     """Return what a worker can send and receive, for placement.
 
     Two workers have an entry in common if their handshake would have candidates to try.

@@ -131,14 +131,14 @@ def dispose(
     """
     limits = replace(limits, is_local=wire.is_local)
     for _ in names:
-        ask = wire.receive(Open)
+        request = wire.receive(Open)
         wire.deadline.renew()
         try:
-            inbound, params = _accept(ask, names, find, limits, attached)
+            inbound, params = _accept(request, names, find, limits, attached)
         except PeerLost:
             raise
         except TransferError as error:
-            log.warning("transport %s can't be used: %s", ask.transport, error)
+            log.warning("transport %s can't be used: %s", request.transport, error)
             wire.send(Declined(str(error)))
             continue
         try:
@@ -148,9 +148,9 @@ def dispose(
             inbound.close()
             raise
         if reason is None:
-            return ask.transport, inbound
+            return request.transport, inbound
         inbound.close()
-        log.warning("transport %s can't be used: %s", ask.transport, reason)
+        log.warning("transport %s can't be used: %s", request.transport, reason)
     raise TransferError("no transport works at both ends: the log says why")
 
 
@@ -159,7 +159,7 @@ def reject(wire: HandshakeSocket, error: TandemError) -> None:
     try:
         wire.send(Rejected(error.code, str(error)))
     except PeerLost:
-        log.debug("the peer left before it could be told: %s", error)
+        log.debug("the peer left before it got the refusal: %s", error)
 
 
 def attach_frame(secret: bytes, session: bytes) -> Attach:
@@ -254,11 +254,13 @@ def _tried(wire: HandshakeSocket, inbound: Any) -> str | None:
 
 
 def _accept(
-    ask: Open, names: list[str], find: Callable[[str], Transport], limits: Ring, attached: Callable[[bytes], socket]
+    request: Open, names: list[str], find: Callable[[str], Transport], limits: Ring, attached: Callable[[bytes], socket]
 ) -> tuple[Any, bytes]:
-    if ask.transport not in names:
-        raise TransferError(f"'{ask.transport}' was not agreed")
-    if not (ask.num_slots > 0 and ask.slot_nbytes > 0 and ask.num_slots * ask.slot_nbytes <= MAX_RING_NBYTES):
-        raise TransferError(f"staging of {ask.num_slots} x {ask.slot_nbytes} bytes is out of bounds")
-    ring = replace(limits, num_slots=ask.num_slots, slot_nbytes=ask.slot_nbytes)
-    return find(ask.transport).accept(ask.session, ring, ask.params, lambda: attached(ask.session))
+    if request.transport not in names:
+        raise TransferError(f"'{request.transport}' was not agreed")
+    if not (
+        request.num_slots > 0 and request.slot_nbytes > 0 and request.num_slots * request.slot_nbytes <= MAX_RING_NBYTES
+    ):
+        raise TransferError(f"staging of {request.num_slots} x {request.slot_nbytes} bytes is out of bounds")
+    ring = replace(limits, num_slots=request.num_slots, slot_nbytes=request.slot_nbytes)
+    return find(request.transport).accept(request.session, ring, request.params, lambda: attached(request.session))

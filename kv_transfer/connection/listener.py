@@ -79,7 +79,7 @@ class Listener:
 
     def _greet(self, sock: socket.socket, address: tuple) -> None:
         if not self._has_room():
-            log.warning("%s is turned away: %d handshakes are under way", address[0], MAX_HANDSHAKES)
+            log.warning("%s is refused: %d handshakes are under way", address[0], MAX_HANDSHAKES)
             sock.close()
             return
         self._threads = [thread for thread in self._threads if thread.is_alive()]
@@ -89,7 +89,7 @@ class Listener:
         try:
             thread.start()
         except RuntimeError as error:  # no thread is left, for now
-            log.warning("%s is turned away: %s", address[0], error)
+            log.warning("%s is refused: %s", address[0], error)
             self._release(sock)
             sock.close()
             return

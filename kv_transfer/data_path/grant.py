@@ -26,7 +26,7 @@ class GrantedPages:
         if len(grant.pages) != expected:
             raise ValueError(f"{len(grant.pages)} pages granted, {expected} are needed")
         self.offer, self.grant, self._layout = offer, grant, layout
-        self._landed: set[int] = set()
+        self._arrived: set[int] = set()
         self.nbytes = 0
         self._filled = [False] * expected
 
@@ -34,14 +34,14 @@ class GrantedPages:
         """Return why this chunk must not be written, or None."""
         if header.layout_id != self._layout.layout_id:
             return f"layout_id is {header.layout_id}, granted was {self._layout.layout_id}"
-        if header.index in self._landed:
-            return f"chunk {header.index} has landed already"
+        if header.index in self._arrived:
+            return f"chunk {header.index} has arrived already"
         if reason := self._check_tokens(header):
             return reason
         if header.nbytes != plan.chunk_nbytes(self._layout, header.num_tokens):
             return f"{header.nbytes} bytes for {header.num_tokens} tokens"
         if any(self._filled[self._blocks(header)]):
-            return f"tokens from {header.first_token} on have landed already"
+            return f"tokens from {header.first_token} on have arrived already"
         return None
 
     def pages(self, header: ChunkHeader) -> list[BlockId]:
@@ -50,13 +50,13 @@ class GrantedPages:
 
     def chunk_received(self, header: ChunkHeader) -> None:
         blocks = self._blocks(header)
-        self._landed.add(header.index)
+        self._arrived.add(header.index)
         self.nbytes += header.nbytes
         self._filled[blocks] = [True] * (blocks.stop - blocks.start)
 
     def is_whole(self, num_chunks: int) -> bool:
         """Return whether this many chunks have arrived and hold every token that was granted."""
-        return len(self._landed) == num_chunks and all(self._filled)
+        return len(self._arrived) == num_chunks and all(self._filled)
 
     def _check_tokens(self, header: ChunkHeader) -> str | None:
         first, end, block_size = header.first_token, header.first_token + header.num_tokens, self._layout.block_size
@@ -111,11 +111,11 @@ class GrantTable:
         with self._lock:
             if key not in self._offers:
                 return False
-            landing = GrantedPages(self._offers[key], grant, self._layout, self._num_blocks)
+            granted = GrantedPages(self._offers[key], grant, self._layout, self._num_blocks)
             taken = {page for other in self._grants.values() for page in other.grant.pages}
             if taken.intersection(grant.pages):
-                raise ValueError(f"a page granted to {grant.request_id} is landing for another attempt")
-            self._grants[key] = landing
+                raise ValueError(f"a page granted to {grant.request_id} is granted to another attempt")
+            self._grants[key] = granted
             self._alone_until = time.monotonic() + ALONE_S
             return True
 
@@ -135,8 +135,8 @@ class GrantTable:
         """Record a chunk whose bytes are all right; return the Commit to send if nothing else was missing."""
         with self._lock:
             key = header.request_id, header.epoch
-            if landing := self._grants.get(key):
-                landing.chunk_received(header)
+            if granted := self._grants.get(key):
+                granted.chunk_received(header)
             return self._commit(key)
 
     @property
@@ -180,10 +180,10 @@ class GrantTable:
 
     def _commit(self, key: Key) -> Commit | None:
         """Return the Commit to send if the attempt is whole, and mark it as sent; under the lock."""
-        landing, fin = self._grants.get(key), self._fins.get(key)
-        if landing is None or fin is None or key in self._committed or not landing.is_whole(fin.num_chunks):
+        granted, fin = self._grants.get(key), self._fins.get(key)
+        if granted is None or fin is None or key in self._committed or not granted.is_whole(fin.num_chunks):
             return None
         if key in self._writing:
             return None
         self._committed.add(key)
-        return Commit(request_id=fin.request_id, epoch=fin.epoch, num_chunks=fin.num_chunks, nbytes=landing.nbytes)
+        return Commit(request_id=fin.request_id, epoch=fin.epoch, num_chunks=fin.num_chunks, nbytes=granted.nbytes)

@@ -37,7 +37,7 @@ class EarlyPull:
     first_token: int
     num_tokens: int
     pages: list[BlockId]
-    later: DeferredCopy
+    deferred: DeferredCopy
     since_s: float
     is_read: bool = False
     digest: int | None = None
@@ -47,23 +47,23 @@ class EarlyPull:
         """Wait for the copies, and read their checksum."""
         if self.is_read:
             return
-        sums, self.is_read = self.later.wait(), True
+        sums, self.is_read = self.deferred.wait(), True
         self.digest = None if sums is None else integrity.of_pages(self.key[1], sums)
-        self.busy_s = self.later.busy_s
+        self.busy_s = self.deferred.busy_s
 
     def forget(self) -> None:
         """Release copies that are done and whose chunk is not wanted any more."""
         if not self.is_read:
-            self.later.drop()
+            self.deferred.drop()
 
     def overlaps(self, pull: PullReady) -> bool:
         is_before = self.first_token + self.num_tokens <= pull.first_token
-        is_behind = pull.first_token + pull.num_tokens <= self.first_token
-        return self.key == (pull.request_id, pull.epoch) and not is_before and not is_behind
+        is_after = pull.first_token + pull.num_tokens <= self.first_token
+        return self.key == (pull.request_id, pull.epoch) and not is_before and not is_after
 
     def is_of(self, pull: PullReady) -> bool:
-        said = self.key, self.first_token, self.num_tokens, self.pages
-        return said == ((pull.request_id, pull.epoch), pull.first_token, pull.num_tokens, pull.pages)
+        announced = self.key, self.first_token, self.num_tokens, self.pages
+        return announced == ((pull.request_id, pull.epoch), pull.first_token, pull.num_tokens, pull.pages)
 
 
 class PullReceiver(UnthreadedMover):
@@ -76,44 +76,46 @@ class PullReceiver(UnthreadedMover):
 
     def __init__(
         self,
-        landings: GrantTable,
+        grants: GrantTable,
         layout: KVLayout,
         remote: RemotePool,
         checks: bool,
         is_left: Callable[[], bool],
         commit: Callable[[Commit], None],
-        on_landed: Callable[[ChunkHeader], None],
+        on_arrived: Callable[[ChunkHeader], None],
         on_bad: Callable[[ChunkHeader, str], None],
         on_drained: Callable[[Key], None],
     ) -> None:
         super().__init__()
-        self._grants, self._layout, self._remote, self._checks = landings, layout, remote, checks
-        self._commit, self._on_landed, self._on_bad, self._on_drained = commit, on_landed, on_bad, on_drained
+        self._grants, self._layout, self._remote, self._checks = grants, layout, remote, checks
+        self._commit, self._on_arrived, self._on_bad, self._on_drained = commit, on_arrived, on_bad, on_drained
         self._next_rehearsal_s = 0.0
         self._early: list[EarlyPull] = []
         self._is_left = is_left
 
-    def on_pull_scheduled(self, coming: PullScheduled) -> None:
+    def on_pull_scheduled(self, scheduled: PullScheduled) -> None:
         """Launch the copies of a chunk that is about to be computed.
 
         A chunk that does not fit the grant is left to its PullReady to report. Raises TransferError if the device can't
         copy.
         """
-        key = coming.request_id, coming.epoch
-        landing = self._grants.find(key)
-        if landing is None or len(self._early) >= MAX_EARLY:
+        key = scheduled.request_id, scheduled.epoch
+        granted = self._grants.find(key)
+        if granted is None or len(self._early) >= MAX_EARLY:
             return
-        pull = self._expected(coming, landing)
-        if pull is None or landing.check(pull.header) or self._check_pages(pull):
+        pull = self._expected(scheduled, granted)
+        if pull is None or granted.check(pull.header) or self._check_pages(pull):
             return
         if any(early.overlaps(pull) for early in self._early) or not self._grants.enter(key):
             return
-        into, when = landing.pages(pull.header), (coming.early_planes, coming.mark)
-        later = self._remote.pull_later(pull.pages, into, self._checks, *when)
-        if later is None:
-            self._left(key)
+        into, when = granted.pages(pull.header), (scheduled.early_planes, scheduled.mark)
+        deferred = self._remote.pull_later(pull.pages, into, self._checks, *when)
+        if deferred is None:
+            self._leave(key)
         else:
-            self._early.append(EarlyPull(key, pull.first_token, pull.num_tokens, pull.pages, later, time.monotonic()))
+            self._early.append(
+                EarlyPull(key, pull.first_token, pull.num_tokens, pull.pages, deferred, time.monotonic())
+            )
 
     def tend(self) -> float:
         """Check the copies that wait for a mark. Returns the seconds until the next check is due."""
@@ -121,11 +123,11 @@ class PullReceiver(UnthreadedMover):
             return math.inf
         ended = [early for early in self._early if self._grants.find(early.key) is None]
         for early in ended:
-            if early.later.is_done:
+            if early.deferred.is_done:
                 early.forget()
                 self._drop(early)
         now = time.monotonic()
-        if any(now - early.since_s > LATE_S and not early.later.is_done for early in self._early):
+        if any(now - early.since_s > LATE_S and not early.deferred.is_done for early in self._early):
             self._remote.expire()
         if not self._early:
             return math.inf
@@ -134,7 +136,7 @@ class PullReceiver(UnthreadedMover):
     def look_ahead(self) -> None:
         """Read what has been copied before its PullReady comes: only a comparison is left to do then."""
         for early in self._early:
-            if not early.is_read and not early.later.is_void and early.later.is_due and early.later.is_done:
+            if not early.is_read and not early.deferred.is_void and early.deferred.is_due and early.deferred.is_done:
                 early.read()
 
     def stay_awake(self) -> None:
@@ -161,13 +163,13 @@ class PullReceiver(UnthreadedMover):
     def _fetch(self, pull: PullReady) -> None:
         """Decide by the header whether this chunk may be written."""
         header, key = pull.header, (pull.request_id, pull.epoch)
-        landing = self._grants.find(key)
-        if landing is None:
+        granted = self._grants.find(key)
+        if granted is None:
             self.num_stale += 1
-        elif reason := landing.check(header) or self._check_pages(pull):
+        elif reason := granted.check(header) or self._check_pages(pull):
             self._bad(header, reason)
         else:
-            self._land(pull, landing.pages(header))
+            self._write(pull, granted.pages(header))
 
     def _check_pages(self, pull: PullReady) -> str | None:
         expected = self._layout.num_blocks(pull.num_tokens)
@@ -177,29 +179,29 @@ class PullReceiver(UnthreadedMover):
             return f"pages outside the peer's pool of {self._remote.num_pages}"
         return None
 
-    def _expected(self, coming: PullScheduled, landing: GrantedPages) -> PullReady | None:
+    def _expected(self, scheduled: PullScheduled, granted: GrantedPages) -> PullReady | None:
         """Return the PullReady that is expected for it, cut to the granted tokens; None if there are none.
 
         Its index and checksum are unknown yet.
         """
-        first = max(coming.first_token, landing.grant.skip_tokens)
-        num_tokens = coming.first_token + coming.num_tokens - first
+        first = max(scheduled.first_token, granted.grant.skip_tokens)
+        num_tokens = scheduled.first_token + scheduled.num_tokens - first
         if num_tokens <= 0:
             return None
-        skipped = (first - coming.first_token) // self._layout.block_size
+        skipped = (first - scheduled.first_token) // self._layout.block_size
         return PullReady(
-            request_id=coming.request_id,
-            epoch=coming.epoch,
+            request_id=scheduled.request_id,
+            epoch=scheduled.epoch,
             index=-1,
             first_token=first,
             num_tokens=num_tokens,
             layout_id=self._layout.layout_id,
             nbytes=plan.chunk_nbytes(self._layout, num_tokens),
             checksum=0,
-            pages=coming.pages[skipped:],
+            pages=scheduled.pages[skipped:],
         )
 
-    def _land(self, pull: PullReady, into: list[BlockId]) -> None:
+    def _write(self, pull: PullReady, into: list[BlockId]) -> None:
         header, key = pull.header, (pull.request_id, pull.epoch)
         if not self._grants.enter(key):
             return
@@ -213,7 +215,7 @@ class PullReceiver(UnthreadedMover):
         elif reason:
             self._bad(header, reason)
         else:
-            self._landed(header)
+            self._count_arrived(header)
 
     def _require_held(self) -> None:
         """Raise TransferError unless the pages were still the chunk's while they were copied.
@@ -224,7 +226,7 @@ class PullReceiver(UnthreadedMover):
         if self._is_left():
             raise TransferError("prefill has closed the link, and may have given its pages to others")
 
-    def _landed(self, header: ChunkHeader) -> None:
+    def _count_arrived(self, header: ChunkHeader) -> None:
         """Count a chunk that arrived, and send Commit if it was the last.
 
         Commit is sent from here because the engine's loop may be a step away, and prefill waits for it.
@@ -233,17 +235,17 @@ class PullReceiver(UnthreadedMover):
         self.nbytes += header.nbytes
         if commit := self._grants.chunk_received(header):
             self._commit(commit)
-        self._on_landed(header)
+        self._on_arrived(header)
 
     def _copy(self, pull: PullReady, into: list[BlockId]) -> str | None:
         """Copy the chunk; return why the bytes that are there now are not the chunk's, or None."""
-        is_here, digest = self._come(pull)
+        is_here, digest = self._take_early(pull)
         if not is_here:
             sums = self._remote.pull(pull.pages, into, self._checks)
             digest = None if sums is None else integrity.of_pages(pull.epoch, sums)
         return None if digest in (None, pull.checksum) else "checksum differs"
 
-    def _come(self, pull: PullReady) -> tuple[bool, int | None]:
+    def _take_early(self, pull: PullReady) -> tuple[bool, int | None]:
         """Return whether the chunk was copied early, and its checksum.
 
         Nothing that was launched early writes to its pages after this.
@@ -255,17 +257,17 @@ class PullReceiver(UnthreadedMover):
             start = time.perf_counter()
             early.read()
             self._drop(early)
-            if not early.later.is_void:  # the device's own time instead of the time spent waiting here
+            if not early.deferred.is_void:  # the device's own time instead of the time spent waiting here
                 self.busy_s += early.busy_s - (time.perf_counter() - start)
-            if early.is_of(pull) and not early.later.is_void:
+            if early.is_of(pull) and not early.deferred.is_void:
                 return True, early.digest
         return False, None
 
     def _drop(self, early: EarlyPull) -> None:
         self._early.remove(early)
-        self._left(early.key)
+        self._leave(early.key)
 
-    def _left(self, key: Key) -> None:
+    def _leave(self, key: Key) -> None:
         if self._grants.leave(key):
             self._on_drained(key)
 

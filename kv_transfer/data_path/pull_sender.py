@@ -88,7 +88,7 @@ class PullSender(UnthreadedMover):
     ) -> None:
         super().__init__()
         self._attempts, self._mark, self._send, self._on_sent = attempts, mark, send, on_sent
-        self._told: set[Key] = set()
+        self._reported: set[Key] = set()
         self._granted: set[Key] = set()
         self._early: defaultdict[Key, list[PullScheduled]] = defaultdict(list)
         self._batches: dict[Key, PullBatch] = {}
@@ -110,7 +110,7 @@ class PullSender(UnthreadedMover):
         with self._lock:
             if self._mark is None or not self._attempts.is_alive(key):
                 return
-            if (burst := self._batches.get(key)) and not burst.releases(first_token + num_tokens, num_tokens):
+            if (batch := self._batches.get(key)) and not batch.releases(first_token + num_tokens, num_tokens):
                 return
             self._is_marking = True
             mark = self._num_marks + MARKS_A_BATCH
@@ -158,10 +158,10 @@ class PullSender(UnthreadedMover):
         with self._lock:
             if not self._attempts.is_alive(key):
                 return
-            burst = self._batches.get(key)
-            due = [message] if burst is None else burst.take(message)
+            batch = self._batches.get(key)
+            due = [message] if batch is None else batch.take(message)
             if any(isinstance(each, PullReady) for each in due):
-                self._told.add(key)
+                self._reported.add(key)
         for each in due:
             self._send(each)
             if isinstance(each, PullReady):
@@ -176,7 +176,7 @@ class PullSender(UnthreadedMover):
             self._granted.discard(key)
             self._early.pop(key, None)
             self._batches.pop(key, None)
-            return key not in self._told
+            return key not in self._reported
 
     def read(self, key: Key) -> bool:
         """Record that decode reads nothing of this attempt any more; return False if it never did."""
@@ -196,15 +196,15 @@ class PullSender(UnthreadedMover):
 
     def _read(self, key: Key) -> bool:
         """Do what `read` does, under the lock."""
-        is_told = key in self._told
-        self._told.discard(key)
+        was_reported = key in self._reported
+        self._reported.discard(key)
         self._granted.discard(key)
         self._batches.pop(key, None)
-        return is_told
+        return was_reported
 
     def _send_scheduled(self, key: Key) -> None:
         """Send the announcements of a granted attempt, under the lock: decode may read its pages from here on."""
         if key in self._granted and self._attempts.is_alive(key):
             for message in self._early.pop(key, []):
-                self._told.add(key)
+                self._reported.add(key)
                 self._send(message)

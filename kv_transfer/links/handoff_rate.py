@@ -47,7 +47,7 @@ class HandoffRate:
                 handoff.busy_s += end_s - start_s
                 handoff.last_s = end_s
 
-    def told(self, key: Key, nbytes: int, now_s: float) -> None:
+    def reported(self, key: Key, nbytes: int, now_s: float) -> None:
         """Record a chunk that was reported to decode.
 
         Decode fetches it while prefill computes, unseen from here: only the last one can be timed. Ignored if the

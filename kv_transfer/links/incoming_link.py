@@ -42,7 +42,7 @@ class IncomingLink(Link):
     """The decode end of a link."""
 
     outgoing = False
-    hears = (Offer, PullScheduled, PullReady, Fin, Abort, AbortAck)
+    receives = (Offer, PullScheduled, PullReady, Fin, Abort, AbortAck)
 
     def __init__(self, parts: LinkParts, hello: Hello) -> None:
         self.grants = GrantTable(parts.layout, parts.pool.num_blocks)
@@ -71,9 +71,9 @@ class IncomingLink(Link):
         Commit is sent if it was not when token 0 and the last chunk had arrived.
         """
         key = message.request_id, message.epoch
-        is_said = self.grants.is_committed(key)
+        is_sent = self.grants.is_committed(key)
         self.grants.end(key)
-        if not is_said:
+        if not is_sent:
             self.send(message)
 
     def _agree_and_serve(self, wire: HandshakeSocket, attached: Callable[[bytes], socket.socket]) -> None:
@@ -95,7 +95,7 @@ class IncomingLink(Link):
             staging_of(channel, self.parts.pool, self.parts.ring, receiver=ours, sender=theirs),
             channel,
             self.send,
-            self._on_landed,
+            self._on_arrived,
             self._on_bad,
             self._on_drained,
         )
@@ -118,9 +118,9 @@ class IncomingLink(Link):
             self._is_quiet = self._has_looked = False
             self.parts.wake()
         with self._pulling():
-            patience_s = self._pull_receiver.tend()
+            timeout_s = self._pull_receiver.tend()
             if not self._is_alone():
-                return patience_s
+                return timeout_s
             self._pull_receiver.look_ahead()
             self._pull_receiver.stay_awake()
         self.parts.keep_warm()
@@ -157,7 +157,7 @@ class IncomingLink(Link):
         elif isinstance(message, Fin) and (commit := self.grants.finished(message)):
             self.send(commit)
 
-    def _on_landed(self, header: ChunkHeader) -> None:
+    def _on_arrived(self, header: ChunkHeader) -> None:
         self.parts.emit(ChunkLanded(self.peer_id, header, time.monotonic()))
 
     def _on_fetched(self, header: ChunkHeader) -> None:

@@ -123,11 +123,11 @@ class Mover(Protocol):
 class Link(ABC):
     """One end of a link, in state "connecting", "up" or "lost".
 
-    One thread runs the control connection, another moves the data. `hears`: what this end may receive.
+    One thread runs the control connection, another moves the data. `receives`: what this end may receive.
     """
 
     outgoing: bool
-    hears: tuple[type[HandoffMessage], ...]
+    receives: tuple[type[HandoffMessage], ...]
 
     def __init__(self, parts: LinkParts, peer_id: WorkerId, incarnation: Incarnation, attempts: Attempts) -> None:
         self.parts, self.peer_id, self.incarnation = parts, peer_id, incarnation
@@ -294,7 +294,7 @@ class Link(ABC):
         return f"{'to' if self.outgoing else 'from'} {self.peer_id}"
 
     def _on_message(self, message: HandoffMessage) -> None:
-        if not isinstance(message, self.hears):
+        if not isinstance(message, self.receives):
             raise ValueError(f"{'decode' if self.outgoing else 'prefill'} sent {type(message).__name__}")
         self._note(message)
         self.parts.emit(MessageReceived(self.peer_id, message))  # type: ignore[arg-type]

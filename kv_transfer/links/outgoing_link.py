@@ -50,7 +50,7 @@ class OutgoingLink(Link):
     """The prefill end of a link."""
 
     outgoing = True
-    hears = (Grant, Wait, Refuse, Commit, Abort, AbortAck)
+    receives = (Grant, Wait, Refuse, Commit, Abort, AbortAck)
 
     def __init__(self, parts: LinkParts, peer: WorkerRef, was_asked: bool) -> None:
         self.queue, self._peer, self._rate = SendQueue(), peer, HandoffRate()
@@ -154,7 +154,7 @@ class OutgoingLink(Link):
             # Decode checks for the end of this connection before it trusts a copy, and must see it even if its socket
             # is full.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, AT_ONCE)
-            self._pull_sender = PullSender(self.queue, channel.mark, self.send, self._rate.told)
+            self._pull_sender = PullSender(self.queue, channel.mark, self.send, self._rate.reported)
             self._serve(sock, theirs, channel, self._pull_sender)
             return
         sender = Sender(
@@ -208,12 +208,12 @@ class OutgoingLink(Link):
         if isinstance(message, Refuse | Commit):
             self.queue.forget(key)
 
-    def _note_read(self, announcer: PullSender, message: HandoffMessage, key: Key) -> None:
+    def _note_read(self, pull_sender: PullSender, message: HandoffMessage, key: Key) -> None:
         if isinstance(message, Grant):
-            announcer.granted(key)
+            pull_sender.granted(key)
         elif isinstance(message, Refuse):
-            announcer.end(key)
+            pull_sender.end(key)
         elif isinstance(message, Commit):
-            announcer.committed(key)
-        elif isinstance(message, AbortAck) and announcer.read(key):
+            pull_sender.committed(key)
+        elif isinstance(message, AbortAck) and pull_sender.read(key):
             self._on_drained(key)

@@ -76,10 +76,10 @@ class UcxDeviceTransport:
         self, session: bytes, ring: Ring, params: bytes, attached: Callable[[], socket]
     ) -> tuple[Inbound, bytes]:
         """Accept a channel. Raises TransferError as `open` does."""
-        asked = _read(params)
-        engine, lease = self._start(ring, asked.slot_nbytes)
+        peer = _read(params)
+        engine, lease = self._start(ring, peer.slot_nbytes)
         try:
-            engine.connect(asked.address)
+            engine.connect(peer.address)
         except TransferError:
             lease.end()
             raise
@@ -219,20 +219,20 @@ class UcxDeviceOutbound(_DeviceChannel):
 
         UCX registers and maps the slots now, and not during a handoff.
         """
-        ways, took_s = [""], []
+        paths, took_s = [""], []
         for _ in range(2 * NUM_SLOTS):
             begin = time.perf_counter()
             operation = self._start(self.acquire(), _NO_WORDS, self.slot_nbytes)
-            ways.append(operation.way)
+            paths.append(operation.path)
             self._arrive(operation, deadline)
             took_s.append(time.perf_counter() - begin)
-        way, rate = max(ways, key=len), self.slot_nbytes / min(took_s) / 1e9
+        path, rate = max(paths, key=len), self.slot_nbytes / min(took_s) / 1e9
         # UCX adds what it expects: "... 12.0 MB/s 83610.13 us".
-        words = f"{way.partition(' MB/s')[0].rpartition(' ')[0] or 'a way unknown'}, {rate:.0f} GB/s"
-        told_ = self._start(self.acquire(), np.frombuffer(words.encode(), dtype=np.uint8)[: META_NBYTES - 1], 0)
-        self._arrive(told_, deadline)
+        words = f"{path.partition(' MB/s')[0].rpartition(' ')[0] or 'an unknown path'}, {rate:.0f} GB/s"
+        report = self._start(self.acquire(), np.frombuffer(words.encode(), dtype=np.uint8)[: META_NBYTES - 1], 0)
+        self._arrive(report, deadline)
         self.is_direct = is_direct(words, self.pool)
-        self._detail = told(self._detail, words, self.pool)
+        self._detail = with_path(self._detail, words, self.pool)
 
 
 class UcxDeviceInbound(_DeviceChannel, DeviceInbound):
@@ -240,7 +240,7 @@ class UcxDeviceInbound(_DeviceChannel, DeviceInbound):
 
     def __init__(self, engine: UcxDeviceWorker, lease: Lease) -> None:
         super().__init__(engine, lease)
-        self._unused, self._is_told = deque(lease.buffers), False
+        self._unused, self._is_tried = deque(lease.buffers), False
         self._taken: deque[tuple[Buffer, Taking]] = deque()
         self._is_expected, engine.is_due = _never, self._is_due
         self._offered: deque[Offered] = deque()
@@ -264,11 +264,11 @@ class UcxDeviceInbound(_DeviceChannel, DeviceInbound):
 
     def be_tried(self, goes_on: Callable[[], bool]) -> None:
         """Take the sender's trial. What it has sent without waiting may come later: `receive` takes it too."""
-        while not self._is_told and goes_on():
+        while not self._is_tried and goes_on():
             self._engine.require_open()
             has_moved = self._engine.worker.progress_once()
             if self._is_there():
-                self._take_next(_nobody)
+                self._take_next(_refuse_chunk)
             elif not has_moved:
                 time.sleep(NAP_S)
 
@@ -305,8 +305,8 @@ class UcxDeviceInbound(_DeviceChannel, DeviceInbound):
         is_given = len(header) == META_NBYTES
         taking = self._give(take, header, operation) if is_given else None
         if not is_given and len(header):
-            self._is_told = True
-            self._detail = told(self._detail, header.tobytes().decode(errors="replace"), self.pool)
+            self._is_tried = True
+            self._detail = with_path(self._detail, header.tobytes().decode(errors="replace"), self.pool)
         if taking is None:
             self._unused.append(operation.buffer)
         else:
@@ -344,7 +344,7 @@ def is_direct(words: str, pool: DevicePool) -> bool:
     return pool.kind == "cpu" or _DIRECT in words
 
 
-def told(detail: str, words: str, pool: DevicePool) -> str:
+def with_path(detail: str, words: str, pool: DevicePool) -> str:
     """Return `detail` with the sender's finding, logging a warning if the path is not direct."""
     if not is_direct(words, pool):
         log.warning("UCX moves the KV of this link through the host's memory: %s", words)
@@ -357,7 +357,7 @@ def _never() -> bool:
     return False
 
 
-def _nobody(slot: Slot) -> None:
+def _refuse_chunk(slot: Slot) -> None:
     raise PeerLost("a chunk came before the handshake was over")
 
 

@@ -20,7 +20,7 @@ _IS_RENDEZVOUS = 1 << 17  # UCP_AM_RECV_ATTR_FLAG_RNDV
 _ID_AND_CALLBACK = 1 << 0 | 1 << 2
 _NO_OPTIONS = (ctypes.c_uint64 * 16)()  # a ucp_request_param_t whose mask names no field
 _MEMORY_TYPE, _MEMORY_TYPE_AT = 1 << 6, 6  # its bit in the mask, and its index in eight-byte words
-_WAY_NBYTES = 256
+_PATH_NBYTES = 256
 
 
 class _HandlerParams(ctypes.Structure):
@@ -100,11 +100,11 @@ class Operation:
         return self._request is None
 
     @property
-    def way(self) -> str:
+    def path(self) -> str:
         """Return how UCX moves what is not sent yet, in UCX's words; empty if unknown or already sent."""
-        words = ctypes.create_string_buffer(_WAY_NBYTES)
-        asked = _RequestAttributes(3, ctypes.cast(words, ctypes.c_char_p), _WAY_NBYTES)
-        if self._request is None or _ucp().ucp_request_query(self._request, ctypes.byref(asked)):
+        words = ctypes.create_string_buffer(_PATH_NBYTES)
+        attributes = _RequestAttributes(3, ctypes.cast(words, ctypes.c_char_p), _PATH_NBYTES)
+        if self._request is None or _ucp().ucp_request_query(self._request, ctypes.byref(attributes)):
             return ""
         return words.value.decode().partition(" length ")[2].partition(" ")[2]
 

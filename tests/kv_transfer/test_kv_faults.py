@@ -301,7 +301,7 @@ WHY = {
     "one bit changed": "checksum",
     "messages swapped": "only 65536 of 262144 bytes came",
     "first message missing": "first bytes are missing",
-    "said twice": "has landed already",
+    "said twice": "has arrived already",
     "another layout": "layout_id",
     "tokens beyond the offer": "not all in the 128 offered",
     "tokens before the first": "the grant starts at 0",

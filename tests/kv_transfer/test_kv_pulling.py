@@ -305,7 +305,7 @@ def test_an_attempt_that_ends_while_a_chunk_is_told_is_timed_no_more():
         announcer.end(KEY)
         rate.dropped(KEY)
 
-    announcer = PullSender(attempts, None, said_behind_the_end, rate.told)
+    announcer = PullSender(attempts, None, said_behind_the_end, rate.reported)
     attempts.begin(KEY)
     rate.begin(KEY)
     announcer.put(pull(0))

@@ -70,8 +70,8 @@ def test_what_is_sent_after_the_end_leaves_nothing_behind() -> None:
 def test_of_chunks_that_decode_fetches_the_last_one_is_timed() -> None:
     rate = HandoffRate()
     rate.begin(KEY)
-    rate.told(KEY, 1 << 40, 0.0)
-    rate.told(KEY, 100, 100.0)
+    rate.reported(KEY, 1 << 40, 0.0)
+    rate.reported(KEY, 100, 100.0)
     rate.committed(KEY, 102.0)
     assert rate.nbytes_per_s == pytest.approx(50)
 
@@ -80,7 +80,7 @@ def test_what_is_told_after_the_end_leaves_nothing_behind() -> None:
     rate = HandoffRate()
     rate.begin(KEY)
     rate.dropped(KEY)
-    rate.told(KEY, 100, 1.0)
+    rate.reported(KEY, 100, 1.0)
     assert not rate._open
 
 

@@ -65,7 +65,7 @@ def test_each_comes_to_commit_and_leaves_nothing(layout: KVLayout):
 
 def test_it_goes_the_way_of_what_is_announced_marked_and_read_ahead(monkeypatch: pytest.MonkeyPatch):
     heard: list[str] = []
-    for kind, name in ((rehearsal._Mark, "set"), (rehearsal._Nowhere, "wait"), (rehearsal._Nowhere, "pull")):
+    for kind, name in ((rehearsal._NoSemaphore, "set"), (rehearsal._NoPool, "wait"), (rehearsal._NoPool, "pull")):
         do = getattr(kind, name)
         noted = lambda self, *args, do=do, name=name: (heard.append(name), do(self, *args))[1]  # noqa: E731
         monkeypatch.setattr(kind, name, noted)
@@ -113,7 +113,7 @@ def test_who_waits_for_a_lone_handoff_without_sleep_rehearses_unless_the_owner_c
         parts(keep_warm=lambda: warmed.append(None), is_busy=lambda: is_busy),
         Hello(PROTOCOL, WorkerId("p"), Incarnation("1"), "prefill", b""),
     )
-    link._pull_receiver = link._pull_receiver_of(rehearsal._Nowhere(LAYOUT.only_group.num_planes), checks=True)
+    link._pull_receiver = link._pull_receiver_of(rehearsal._NoPool(LAYOUT.only_group.num_planes), checks=True)
     is_busy = False
     assert link._poll_timeout_s() == math.inf and not warmed, "no handoff is under way"
     link.grants.offered(Offer(*KEY, 4, LAYOUT.layout_id))

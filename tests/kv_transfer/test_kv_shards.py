@@ -278,12 +278,12 @@ def test_what_a_worker_says_it_takes(receiver: Terms, taken: list[KVLayout] | No
 
 def test_a_node_says_what_it_takes_and_how(make_pair) -> None:
     _, decode = make_pair((1, 2), "tcp")
-    said = decode.node.ways
+    said = decode.node.capabilities
     assert (said.sends, said.takes) == (["tcp"], {sharded(size).layout_id: ["tcp"] for size in (2, 1, 4)})
     pages = np.zeros((LAYOUT.only_group.num_planes, 4, LAYOUT.only_group.page_nbytes(1)), dtype=np.uint8)
     settings = TransferSettings(secret=b"s", transport="tcp")
     node = TransferNode(settings, decode.name, decode.incarnation, LAYOUT, pages, lambda: None)
-    assert node.ways == TransferCapabilities(memory="host", sends=["tcp"], takes={LAYOUT.layout_id: ["tcp"]})
+    assert node.capabilities == TransferCapabilities(memory="host", sends=["tcp"], takes={LAYOUT.layout_id: ["tcp"]})
     node.close()
 
 

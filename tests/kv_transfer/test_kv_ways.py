@@ -8,7 +8,7 @@ from contracts.errors import ConfigError
 from contracts.layout import KVLayout
 from contracts.node import NodeInfo, TransferCapabilities
 from kv_transfer.connection import layout_negotiation as conversion
-from kv_transfer.connection.capabilities import candidates, ways_of
+from kv_transfer.connection.capabilities import candidates, capabilities_of
 from kv_transfer.connection.frames import Terms
 from tests.nodes import node_info
 
@@ -32,7 +32,7 @@ def terms(
 
 
 def node(terms: Terms) -> NodeInfo:
-    return node_info(layout_id=terms.layout.layout_id, ways=ways_of(terms))
+    return node_info(layout_id=terms.layout.layout_id, ways=capabilities_of(terms))
 
 
 def handshake_finds(sender: Terms, receiver: Terms) -> list[str]:
@@ -68,17 +68,17 @@ def test_on_two_hosts_those_that_do_not_leave_one_do_not_count(sender: Terms, re
 
 
 def test_ways_are_said_best_first_and_with_the_host_where_they_stay_on_it() -> None:
-    assert ways_of(terms(memory="host", available="tcp ucx shm")) == TransferCapabilities(
+    assert capabilities_of(terms(memory="host", available="tcp ucx shm")) == TransferCapabilities(
         memory="host", sends=["shm@a", "ucx", "tcp"], takes={LAYOUT.layout_id: ["shm@a", "ucx", "tcp"]}
     )
-    assert ways_of(terms(available="tcp ucx shm nvlink")).sends == ["nvlink@a", "ucx", "shm@a", "tcp"]
-    assert ways_of(terms(transport="tcp")).sends == ["tcp"]
-    assert ways_of(terms(transport="ucx", available="tcp")).sends == []
+    assert capabilities_of(terms(available="tcp ucx shm nvlink")).sends == ["nvlink@a", "ucx", "shm@a", "tcp"]
+    assert capabilities_of(terms(transport="tcp")).sends == ["tcp"]
+    assert capabilities_of(terms(transport="ucx", available="tcp")).sends == []
 
 
 def test_a_layout_that_the_setting_keeps_out_is_said_with_no_way() -> None:
-    takes = ways_of(terms(NARROW)).takes
+    takes = capabilities_of(terms(NARROW)).takes
     assert (takes[NARROW.layout_id], takes[WIDE.layout_id]) == (["nvlink@a", "ucx", "shm@a", "tcp"], ["ucx"])
-    takes = ways_of(terms(NARROW, "nvlink")).takes
+    takes = capabilities_of(terms(NARROW, "nvlink")).takes
     assert (takes[NARROW.layout_id], takes[WIDE.layout_id]) == (["nvlink@a"], [])
-    assert WIDE.layout_id not in ways_of(terms(NARROW, available="nvlink tcp")).takes
+    assert WIDE.layout_id not in capabilities_of(terms(NARROW, available="nvlink tcp")).takes

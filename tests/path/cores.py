@@ -47,7 +47,7 @@ class Front:
         self.inbox: list[ToCore] = []
         self.heard: list[ToFront] = []
         self._bell = threading.Event()
-        self.ring = self._bell.set
+        self.wake = self._bell.set
 
     def receive(self, timeout_s: float) -> list[ToCore]:
         self._bell.wait(min(timeout_s, _TURN_S))
@@ -73,7 +73,7 @@ class Worker:
         self.engine = _device_engine(wanted, device_dtype) if device_dtype else load_engine(wanted)
         pool = self.engine.transfer_pool
         self.node = TransferNode(
-            transfer_settings(settings), me, incarnation, self.engine.layout, pool, self.front.ring
+            transfer_settings(settings), me, incarnation, self.engine.layout, pool, self.front.wake
         )
         self.node.start()
         self.roles = ROLES[settings.role](settings, me, self.engine, self.node, ledger)

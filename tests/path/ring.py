@@ -68,7 +68,7 @@ class Ring:
         for message in side.link.frames:
             if isinstance(message, CoreFrame):
                 self.events += [(name, event) for event in message.events.get(GATEWAY, [])]
-                self.moves += [(name, *move) for move in message.moves]
+                self.moves += [(name, *move) for move in message.state_reports]
         side.link.frames.clear()
 
     def settle(self, turns: int = 60) -> None:

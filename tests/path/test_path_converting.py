@@ -23,7 +23,7 @@ def info(worker: Worker, role: WorkerRole) -> NodeInfo:
         role=role,
         layout_id=worker.engine.layout.layout_id,
         layout=worker.engine.layout,
-        ways=worker.node.ways,
+        ways=worker.node.capabilities,
         capacity_tokens=worker.engine.capacity_tokens,
         max_model_len=worker.engine.max_model_len,
     )

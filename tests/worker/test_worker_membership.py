@@ -32,7 +32,7 @@ def beats(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(membership, "BEAT_PERIOD_S", 3600.0)
 
 
-class MovesStore(MemoryStore):
+class TransitionStore(MemoryStore):
     """Away until `is_there`; remembers what it was told."""
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ async def test_a_core_is_heard_while_the_registry_is_waited_for():
 
 
 async def test_losing_the_registry_is_said_once_and_so_is_its_return(caplog: pytest.LogCaptureFixture):
-    store = MovesStore()
+    store = TransitionStore()
     member = Membership(store, make_state())
     await member.start()
     for store.is_there in (True, False, False, True, True):
@@ -206,12 +206,12 @@ async def test_a_drain_is_not_undone_by_a_beat_that_was_under_way():
     await member.stop()
 
 
-async def test_moves_are_told_again_in_order_when_the_registry_is_back(
+async def test_transitions_are_reported_again_in_order_when_the_registry_is_back(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr(membership, "MOVES_PERIOD_S", 0.01)
-    monkeypatch.setattr(membership, "MAX_MOVES", 3)
-    store = MovesStore()
+    monkeypatch.setattr(membership, "TRANSITIONS_PERIOD_S", 0.01)
+    monkeypatch.setattr(membership, "MAX_TRANSITIONS", 3)
+    store = TransitionStore()
     member = Membership(store, make_state())
     await member.start()
     store.is_there = False
@@ -220,7 +220,7 @@ async def test_moves_are_told_again_in_order_when_the_registry_is_back(
         return store.num_refused > before
 
     for number in range(5):
-        member.moved([move(number)])
+        member.add_transitions([move(number)])
         before = store.num_refused
         await async_until(lambda before=before: refused_again(before))
     store.is_there = True
@@ -231,7 +231,7 @@ async def test_moves_are_told_again_in_order_when_the_registry_is_back(
     await async_until(is_told)
     await member.stop()
     assert store.told == [move(2), move(3), move(4)], "the oldest are of no use by then"
-    assert len([record for record in caplog.records if "not told" in record.message]) == 1
+    assert len([record for record in caplog.records if "not reached the registry" in record.message]) == 1
 
 
 def listed(
@@ -269,7 +269,7 @@ def told_of(state: WorkerState) -> list[set[str]]:
 
 async def test_a_prefill_worker_tells_its_core_whom_to_meet_soon_after_they_join_and_with_each_beat(monkeypatch):
     monkeypatch.setattr(membership, "LOOK_PERIOD_S", 0.001)
-    store, state = MovesStore(), make_state()
+    store, state = TransitionStore(), make_state()
     member = Membership(store, state)
     await member.start()
     await async_until(lambda: len(told_of(state)) > 2)  # it looks on

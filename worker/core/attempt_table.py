@@ -35,7 +35,7 @@ class AttemptTable:
         self._by_id: dict[RequestId, Attempt] = {}
         self._by_key: dict[RequestId, Attempt] = {}
         self._events: dict[GatewayId, list[Event]] = {}
-        self._moves: list[StateReport] = []
+        self._reports: list[StateReport] = []
         self._cancelled: dict[RequestId, Epoch] = {}  # requests still unknown; the oldest first
         self.num_stale = 0
 
@@ -106,13 +106,13 @@ class AttemptTable:
         self._by_id.pop(attempt.job.request_id, None)
         self._by_key.pop(attempt.key, None)
 
-    def move(self, attempt: Attempt, state: str) -> None:
-        self._moves.append(StateReport(attempt.job.request_id, attempt.job.epoch, state))
+    def report_state(self, attempt: Attempt, state: str) -> None:
+        self._reports.append(StateReport(attempt.job.request_id, attempt.job.epoch, state))
 
     def take(self) -> tuple[dict[GatewayId, list[Event]], list[StateReport]]:
         """Return the events since the last call, by gateway and in order, and the state reports."""
-        taken = self._events, self._moves
-        self._events, self._moves = {}, []
+        taken = self._events, self._reports
+        self._events, self._reports = {}, []
         return taken
 
     def _emit(self, attempt: Attempt, event: Event) -> None:

@@ -90,7 +90,7 @@ class EngineCore(StepObserver):
 
     def _step(self) -> None:
         output = self._engine.step(self)
-        self._is_stuck = output == StepOutput()  # no waiting request finds pages; a message or the bell may change that
+        self._is_stuck = output == StepOutput()  # no waiting request finds pages; a message or an event may change that
         self._status.stepped(output.num_prefill_tokens, output.num_decode_tokens, output.span_s)
         self._on_transfer()  # a grant that came during the step lets its chunk leave at once
         self._publish(output)
@@ -221,7 +221,7 @@ class EngineCore(StepObserver):
         self._attempts.leave(attempt)
 
     def _send(self) -> None:
-        events, moves = self._attempts.take()
+        events, reports = self._attempts.take()
         status = self._status.due(self._clock())
-        if events or moves or status is not None:
-            self._link.send(CoreFrame(events, [(m.request_id, m.epoch, m.state) for m in moves], status))
+        if events or reports or status is not None:
+            self._link.send(CoreFrame(events, [(m.request_id, m.epoch, m.state) for m in reports], status))

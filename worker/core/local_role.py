@@ -25,7 +25,7 @@ class LocalRole:
     def start(self, attempt: Attempt, now: float) -> None:
         self._engine.submit(attempt.request())
         self._num_requests += 1
-        self._attempts.move(attempt, "QUEUED")
+        self._attempts.report_state(attempt, "QUEUED")
 
     def drop(self, attempt: Attempt, reason: str, now: float) -> None:
         self._engine.release(attempt.key)
@@ -40,7 +40,7 @@ class LocalRole:
         for sampled in output.sampled:
             attempt = self._attempts.of(sampled.request_id)
             if attempt is not None and attempt.role is self and attempt.is_first(sampled.token):
-                self._attempts.move(attempt, "LOCAL_DECODE")
+                self._attempts.report_state(attempt, "LOCAL_DECODE")
 
     def on_transfer(self, event: TransferEvent, now: float) -> None:
         """Do nothing: there is no handoff."""

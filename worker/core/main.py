@@ -80,7 +80,7 @@ def serve(
     me, incarnation = WorkerId(start.worker_id), Incarnation(start.incarnation)
     with closing(engine):
         node = TransferNode(
-            transfer_settings(settings), me, incarnation, engine.layout, engine.transfer_pool, link.ring
+            transfer_settings(settings), me, incarnation, engine.layout, engine.transfer_pool, link.wake
         )
         node.start()
         with closing(node):
@@ -155,5 +155,5 @@ def ready_of(engine: Engine, node: TransferNode) -> CoreReady:
         max_model_len=engine.max_model_len,
         capacity_tokens=engine.capacity_tokens,
         dtype=engine.dtype,
-        ways=node.ways,
+        capabilities=node.capabilities,
     )

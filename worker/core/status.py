@@ -185,6 +185,6 @@ def _link_status(stats: LinkStats) -> LinkStatus:
             "chunks": stats.num_chunks,
             "busy_seconds": stats.busy_s,
             "bad_chunks": stats.num_bad,
-            "stale_pieces": stats.num_stale,
+            "stale_chunks": stats.num_stale,
         },
     )

@@ -120,8 +120,8 @@ def _refused(request: Request, state: WorkerState) -> JSONResponse | None:
 def _no_taker(state: WorkerState, messages: list[JobMessage]) -> JSONResponse | None:
     """Return why the jobs among them are not taken, or None."""
     gateways = {m.gateway_id for m in messages if isinstance(m, Job)}
-    if unheard := sorted(gateway_id for gateway_id in gateways if not state.streams.has(gateway_id)):
-        return refusal(409, "no_stream", f"open GET /events first: nobody listens for {', '.join(unheard)}")
+    if missing := sorted(gateway_id for gateway_id in gateways if not state.streams.has(gateway_id)):
+        return refusal(409, "no_stream", f"open GET /events first: it is missing for {', '.join(missing)}")
     if state.load.draining and gateways:
         return refusal(503, "draining", "this worker takes no new work")
     return None

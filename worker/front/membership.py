@@ -24,8 +24,8 @@ LOOK_PERIOD_S, MAX_LOOKS = 0.1, 600
 """A minute of looks, until a worker is found that may take KV: services start together, and get requests as soon as
 they are ready.
 """
-MOVES_PERIOD_S = 0.1
-MAX_MOVES = 10_000  # kept while Redis is away; older ones are of no use by then
+TRANSITIONS_PERIOD_S = 0.1
+MAX_TRANSITIONS = 10_000  # kept while Redis is away; older ones are of no use by then
 MAX_POOL = 32
 """The largest pool, in workers, in which links are opened ahead of the first request. Each costs either end two threads
 and its staging, and a worker takes kv_transfer.settings.max_peers of them.
@@ -44,7 +44,7 @@ class Membership:
         self._outage = OutageLog(log, "in the registry again")
         self._absence = OutageLog(log)
         self._peers: list[WorkerRef] = []
-        self._moves: list[StateTransition] = []
+        self._transitions: list[StateTransition] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._beating = asyncio.Lock()
 
@@ -61,9 +61,9 @@ class Membership:
         looks = [self._look] if self._state.info.role is WorkerRole.PREFILL else []
         self._tasks = [asyncio.create_task(do()) for do in (self._beat, self._tell, *looks)]
 
-    def moved(self, moves: list[StateTransition]) -> None:
-        self._moves += moves
-        del self._moves[:-MAX_MOVES]
+    def add_transitions(self, transitions: list[StateTransition]) -> None:
+        self._transitions += transitions
+        del self._transitions[:-MAX_TRANSITIONS]
 
     async def stop(self) -> None:
         for task in self._tasks:
@@ -123,15 +123,15 @@ class Membership:
     async def _tell(self) -> None:
         outage = OutageLog(log)
         while True:
-            await asyncio.sleep(MOVES_PERIOD_S)
-            if self._moves:
-                moves, self._moves = self._moves, []
+            await asyncio.sleep(TRANSITIONS_PERIOD_S)
+            if self._transitions:
+                transitions, self._transitions = self._transitions, []
                 try:
-                    await self._store.advance(moves)
+                    await self._store.advance(transitions)
                     outage.worked()
                 except Unavailable as error:
-                    outage.failed(f"moves of requests are not told to the registry yet: {error}", error.what)
-                    self._moves = [*moves, *self._moves][-MAX_MOVES:]
+                    outage.failed(f"states of requests have not reached the registry yet: {error}", error.what)
+                    self._transitions = [*transitions, *self._transitions][-MAX_TRANSITIONS:]
 
 
 def takers(me: NodeInfo, nodes: Sequence[Node]) -> list[WorkerRef]:
@@ -146,6 +146,6 @@ def takers(me: NodeInfo, nodes: Sequence[Node]) -> list[WorkerRef]:
     return [info.ref for info in found if info.can_receive_from(me)]
 
 
-def to_moves(moves: list[tuple[RequestId, Epoch, str]]) -> list[StateTransition]:
+def transitions_of(transitions: list[tuple[RequestId, Epoch, str]]) -> list[StateTransition]:
     """Return the core's state reports as the registry's transitions."""
-    return [StateTransition(request_id, epoch, RequestState(name)) for request_id, epoch, name in moves]
+    return [StateTransition(request_id, epoch, RequestState(name)) for request_id, epoch, name in transitions]

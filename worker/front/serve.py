@@ -22,7 +22,7 @@ from worker.front.core_process import CoreProcess
 from worker.front.core_watchdog import watch_core
 from worker.front.drain import drain
 from worker.front.event_streams import EventStreams
-from worker.front.membership import Membership, to_moves
+from worker.front.membership import Membership, transitions_of
 from worker.front.worker_state import WorkerState
 from worker.messages import CoreFrame, CoreReady
 from worker.settings import WorkerSettings
@@ -114,8 +114,8 @@ async def _pump(state: WorkerState, membership: Membership) -> None:
         if isinstance(message, CoreFrame):
             for gateway_id, events in message.events.items():
                 state.streams.publish(gateway_id, events)
-            if message.moves:
-                membership.moved(to_moves(message.moves))
+            if message.state_reports:
+                membership.add_transitions(transitions_of(message.state_reports))
             if message.status is not None:
                 state.on_status(message.status)
     state.core_alive = False
@@ -144,7 +144,7 @@ def _node_info(
         version=release(),
         pid=os.getpid(),
         core_pid=core.pid,
-        ways=ready.ways,
+        ways=ready.capabilities,
         layout=ready.layout,
     )
 

@@ -73,7 +73,7 @@ def test_events_come_out_in_order_by_gateway_and_once():
     ledger.token(one, Token(0, 5))
     ledger.token(other, Token(0, 6))
     ledger.finish(one, 1, FinishReason.LENGTH)
-    ledger.move(other, "QUEUED")
+    ledger.report_state(other, "QUEUED")
     events, moves = ledger.take()
     stages_s = {"queue": 1.0, "prefill": 2.0}
     assert events[GatewayId("g")] == [

@@ -35,7 +35,7 @@ def test_nothing_to_read_is_nothing_after_the_wait(ends):
 
 def test_the_bell_ends_a_wait_from_another_thread(ends):
     _, link = ends
-    timer = threading.Timer(0.05, link.ring)
+    timer = threading.Timer(0.05, link.wake)
     timer.start()
     assert link.receive(3600.0) == []  # far longer than a test may take
     timer.join()
