@@ -116,6 +116,11 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
             raise ConfigError(f"this KV cache holds one group of layers; the layout has {len(self.groups)}: {kinds}")
         return self.groups[0]
 
+    def group_nbytes(self, index: int) -> int:
+        """Return the bytes of `block_size` tokens in one group, in all shards."""
+        group = self.groups[index]
+        return self.block_size // group.block_size * group.block_nbytes
+
     @property
     def shard_nbytes(self) -> int:
         """Return the bytes of `block_size` tokens in all groups of one shard."""

@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from msgspec import to_builtins
 
 from contracts import codec
 from contracts.errors import Corrupt, LayoutMismatch
@@ -31,15 +32,13 @@ RAW = "raw"
 _MAGIC = b"TKVB"
 _PREFIX = struct.Struct("<4sHHIIQ")
 _NUM_BEFORE_CHECKSUM = 16
-_PER_SHARD = ("tp_size",)
-"""The fields of a layout that say how a cache is cut over devices: a stored block is whole."""
 
 
 class BlockFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What a record states about its payload.
 
-    `layout` has the fields of the block's KVLayout, so that one which differs can be named. `codec` and `level` say how
-    `raw_nbytes` of KV became `stored_nbytes` of payload.
+    `layout` has the fields of the block's layout and group, so that one which differs can be named. `codec` and `level`
+    say how `raw_nbytes` of KV became `stored_nbytes` of payload.
     """
 
     key: bytes
@@ -72,10 +71,10 @@ def facts_of(
     codec: str = RAW,
     level: int = 0,
 ) -> BlockFacts:
-    """Return the facts of a full block of `layout`."""
+    """Return the facts of a full block of a group of `layout`."""
     return BlockFacts(
         key=key,
-        layout=shared_fields(layout),
+        layout=shared_fields(layout, group),
         group=group,
         num_tokens=layout.block_size,
         codec=codec,
@@ -85,16 +84,19 @@ def facts_of(
     )
 
 
-def shared_fields(layout: KVLayout) -> dict[str, Any]:
-    """Return the fields of a layout that workers with other numbers of shards have as well."""
-    fields = msgspec.to_builtins(layout)
-    return {name: value for name, value in fields.items() if name not in _PER_SHARD}
+def shared_fields(layout: KVLayout, group: int) -> dict[str, Any]:
+    """Return the fields that decide the meaning of a group's bytes, whatever the number of shards."""
+    fields: dict[str, Any] = {"model": layout.model, "block_size": layout.block_size}
+    for name, value in to_builtins(layout.groups[group]).items():
+        fields[f"groups[{group}].{name}"] = list(value) if isinstance(value, tuple) else value  # as they are decoded
+    return fields
 
 
-def max_record_nbytes(layout: KVLayout) -> int:
-    """Return the size of the largest record of a block of `layout`, whose payload is raw."""
-    facts = facts_of(BlockKey(bytes(64)), layout, raw_nbytes=layout.block_nbytes, stored_nbytes=layout.block_nbytes)
-    return _payload_offset(codec.encode(facts)) + layout.block_nbytes
+def max_record_nbytes(layout: KVLayout, group: int = 0) -> int:
+    """Return the size of the largest record of a block of a group of `layout`, whose payload is raw."""
+    nbytes = layout.group_nbytes(group)
+    facts = facts_of(BlockKey(bytes(64)), layout, raw_nbytes=nbytes, stored_nbytes=nbytes, group=group)
+    return _payload_offset(codec.encode(facts)) + nbytes
 
 
 def begin_record(facts: BlockFacts, into: memoryview) -> np.ndarray:
@@ -128,14 +130,14 @@ def verify(record: memoryview, key: BlockKey, layout: KVLayout, group: int = 0) 
     _require("key", bytes(facts.key).hex(), key.hex())
     if checksum != _checksum(key, record):
         raise Corrupt("checksum differs: the record is not what was written")
-    for field, ours in shared_fields(layout).items():
+    _require("group", facts.group, group)
+    for field, ours in shared_fields(layout, group).items():
         theirs = facts.layout.get(field)
         if theirs != ours:
             raise LayoutMismatch(field, ours, theirs)
-    _require("layout", sorted(facts.layout), sorted(shared_fields(layout)))
-    _require("group", facts.group, group)
+    _require("layout", sorted(facts.layout), sorted(shared_fields(layout, group)))
     _require("num_tokens", facts.num_tokens, layout.block_size)
-    _require("raw_nbytes", facts.raw_nbytes, layout.block_nbytes)
+    _require("raw_nbytes", facts.raw_nbytes, layout.group_nbytes(group))
     if facts.codec == RAW:
         _require("stored_nbytes", facts.stored_nbytes, facts.raw_nbytes)
     return VerifiedBlock(facts, np.frombuffer(record, np.uint8)[offset:])

@@ -719,7 +719,7 @@ async def test_a_pair_that_can_not_exchange_kv_is_not_ready_and_the_field_is_nam
         reply = await client.get("/ready")
         assert reply.status_code == 503
         assert "the prefill and the decode workers can't exchange KV; d0: it can't take" in reply.text
-        assert "d0: it can't take the KV of p0: dtype is bfloat16 here, float32 there" in reply.text
+        assert "d0: it can't take the KV of p0: groups[0].dtype is bfloat16 here, float32 there" in reply.text
 
 
 async def test_a_pair_whose_transfers_do_not_meet_is_not_ready_until_they_do(checkpoint):

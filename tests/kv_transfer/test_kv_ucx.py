@@ -75,7 +75,7 @@ def test_bf16_pages_arrive_as_decodes_own_kernel_writes_them_in_e4m3(sizes: tupl
         "nbytes True True",
         "pages True",
         "others True",
-        "refused: dtype dtype",
+        "refused: groups[0].dtype groups[0].dtype",
     ], result.stdout + result.stderr
 
 

@@ -8,7 +8,7 @@ from contracts.kv_store import BlockKey, BlockWorth
 from contracts.layout import KVLayout
 from kv_transfer.chunks.block_record import begin_record, facts_of, max_record_nbytes, seal_record
 
-LAYOUT = KVLayout(model="m", num_layers=2, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")
+LAYOUT = KVLayout.uniform(model="m", num_layers=2, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")
 RECORD_NBYTES = max_record_nbytes(LAYOUT)
 
 

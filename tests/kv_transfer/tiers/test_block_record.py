@@ -30,7 +30,7 @@ def test_refuses_every_flipped_bit(bit: int):
 
 def test_refuses_letters_that_are_none():
     record = bytearray(WHOLE)
-    place = record.index(b"num_layers")
+    place = record.index(b"num_kv_heads")
     record[place] = 0xFF  # no letter in UTF-8, which the decoder reports by another error than all else
     with pytest.raises(Corrupt, match="facts"):
         verify(memoryview(record), key_of(1), LAYOUT)
@@ -62,19 +62,19 @@ def test_refuses_the_record_of_another_key():
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("field", "other"),
     [
-        ("model", "other"),
-        ("num_layers", 3),
-        ("num_kv_heads", 4),
-        ("head_dim", 16),
-        ("block_size", 8),
-        ("dtype", "bfloat16"),
-        ("scales", "page"),
+        ("model", msgspec.structs.replace(LAYOUT, model="other")),
+        ("block_size", msgspec.structs.replace(LAYOUT, block_size=8)),
+        ("groups[0].layers", LAYOUT.with_groups(layers=(0, 1, 2))),
+        ("groups[0].planes", LAYOUT.with_groups(planes=("v", "k"))),
+        ("groups[0].num_kv_heads", LAYOUT.with_groups(num_kv_heads=4)),
+        ("groups[0].head_dim", LAYOUT.with_groups(head_dim=16)),
+        ("groups[0].dtype", LAYOUT.with_groups(dtype="bfloat16")),
+        ("groups[0].scales", LAYOUT.with_groups(scales="page")),
     ],
 )
-def test_names_the_field_in_which_a_layout_differs(field: str, value: object):
-    other = msgspec.structs.replace(LAYOUT, **{field: value})
+def test_names_the_field_in_which_a_layout_differs(field: str, other: KVLayout):
     with pytest.raises(LayoutMismatch) as refused:
         verify(record_of(1, other), key_of(1), LAYOUT)
     assert refused.value.field == field
