@@ -8,13 +8,25 @@ from array import array
 from collections.abc import Sequence
 
 
-def salted(salt: str) -> bytes:
-    """Return the start of a prompt's hash chain; it is empty without a salt.
+def salted(salt: str, adapter: bytes = b"") -> bytes:
+    """Return the start of a prompt's hash chain; it is empty without a salt and without an adapter.
 
-    Prompts with different salts share no block. A salt is hashed differently from a block, so that no salt equals the
-    digest of a block.
+    Prompts with different salts share no block, nor do those that different LoRA adapters compute, of which `adapter`
+    is the digest of the weights. A start is hashed differently from a block, so that none equals the digest of a block.
     """
+    if adapter:
+        text = len(adapter).to_bytes(4, "little") + adapter + salt.encode()
+        return hashlib.blake2b(text, digest_size=16, person=b"cache adapter").digest()
     return hashlib.blake2b(salt.encode(), digest_size=16, person=b"cache salt").digest() if salt else b""
+
+
+def block_key(shared_id: bytes, chain_digest: bytes) -> bytes:
+    """Return the 16-byte key under which workers and stores share a block of KV.
+
+    `shared_id` (contracts.layout.KVLayout.shared_id) stands for the model and the form of the bytes, `chain_digest`, as
+    `chain_hashes` gives it, for salt, adapter, and all tokens up to the block's end.
+    """
+    return hashlib.blake2b(shared_id + chain_digest, digest_size=16, person=b"kv block").digest()
 
 
 def chain_hashes(

@@ -17,6 +17,7 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     A page is `[kv_heads, block, head_dim]`. Each of the `layers` has the same `planes` of pages; the planes of the
     group are those of its first layer, in this order, then those of its second. `kind` says what the pages hold: "full"
     is the keys and values of every token. `scales` says where quantization scales are kept ("none": not quantized).
+    `weights` is the fingerprint of weights that are not the model's, such as a draft head's; empty if there are none.
     """
 
     kind: str = "full"
@@ -27,6 +28,7 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     block_size: int
     dtype: str
     scales: str = "none"
+    weights: str = ""
 
     @property
     def num_layers(self) -> int:
@@ -135,6 +137,15 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     def layout_id(self) -> str:
         return _digest_of(self)
 
+    @property
+    def shared_id(self) -> bytes:
+        """Return 16 bytes that differ where the bytes of equal tokens differ, whatever the number of shards.
+
+        They cover the model and every group: layers, planes and their order, heads, format, scales, block size. With a
+        block's chained hash they make its key (contracts.hashing.block_key).
+        """
+        return _shared_digest_of(self)
+
     def num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
@@ -163,3 +174,9 @@ def _first_difference(ours: object, theirs: object, fields: tuple[str, ...]) -> 
 @lru_cache(maxsize=64)  # needed for each chunk, and a pool has few layouts
 def _digest_of(layout: KVLayout) -> str:
     return hashlib.blake2b(msgspec.json.encode(layout, order="sorted"), digest_size=8).hexdigest()
+
+
+@lru_cache(maxsize=64)
+def _shared_digest_of(layout: KVLayout) -> bytes:
+    whole = msgspec.structs.replace(layout, tp_size=1)
+    return hashlib.blake2b(msgspec.json.encode(whole, order="sorted"), digest_size=16, person=b"kv layout").digest()

@@ -11,7 +11,7 @@ from msgspec import DecodeError, structs
 
 from contracts.codec import decoder, encode
 from contracts.errors import ConfigError, LayoutMismatch, TandemError, by_code
-from contracts.hashing import chain_hashes, salted
+from contracts.hashing import block_key, chain_hashes, salted
 from contracts.layout import KVGroup, KVLayout
 from contracts.node import TransferCapabilities
 from tests.nodes import node_info, ways
@@ -55,6 +55,31 @@ def test_a_salt_with_the_bytes_of_a_block_does_not_begin_where_that_block_ends()
     salt = struct.pack("<4i", *token_ids).decode()
     assert salted(salt) != chain_hashes(token_ids, 4)[0]
     assert (salted(""), salted("a").hex()) == (b"", "2660bc5e1336d848d84aca16b9d7879b")
+
+
+def test_an_adapter_and_a_salt_begin_a_chain_of_their_own():
+    starts = [salted(salt, adapter) for salt in ("", "a", "ba") for adapter in (b"", b"b", b"ab", b"a")]
+    assert len(set(starts)) == len(starts) and salted("", b"") == b""
+    assert salted("", b"x" * 16).hex() == "4bd347cb70e833f8ce9a1d8389d401d6"
+
+
+def test_a_key_is_the_same_in_every_process():
+    """Pinned: a store outlives the version that filled it."""
+    assert layout().shared_id.hex() == "14f0fedd896618f2a372d04cbe829a61"
+    assert block_key(layout().shared_id, chain_hashes(range(4), 4)[0]).hex() == "b6381f32390ab5a422b3fbd290a3c18a"
+
+
+def test_a_key_differs_with_anything_that_decides_a_block():
+    others = (layout(model="n"), layout(block_size=32), layout(scales="page"), layout().with_groups(planes=("v", "k")))
+    chains = (b"", salted("salt"), salted("", b"adapter"), chain_hashes(range(16), 16)[0])
+    layouts = (layout(), two_groups(), two_groups(dtype="float32"), two_groups(weights="x"), *others)
+    blocks = [chain_hashes(range(100, 132), 16, previous=chain)[-1] for chain in chains]
+    keys = {block_key(kv.shared_id, block) for kv in layouts for block in blocks}
+    assert len(keys) == len(layouts) * len(blocks)
+
+
+def test_workers_with_other_numbers_of_shards_share_keys():
+    assert layout(tp_size=4).shared_id == layout().shared_id and layout(tp_size=4).layout_id != layout().layout_id
 
 
 def test_sizes_follow_from_the_layout():
