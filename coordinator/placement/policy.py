@@ -148,13 +148,16 @@ def choose(
     prefills = _fitting([c for c in candidates if c.role is not WorkerRole.DECODE], "prefill", num_tokens)
     decodes = _fitting([c for c in candidates if c.role is not WorkerRole.PREFILL], "decode", num_tokens)
     # Workers that no other can exchange KV with are passed over first: they idle, and would hide that others are full.
-    prefills = [p for p in prefills if any(can_exchange_kv(p, d) for d in decodes)]
+    taken, names = {d.receive_words for d in decodes}, {d.worker_id for d in decodes}
+    sent = _shared({p.send_words for p in prefills}, taken)
+    prefills = [p for p in prefills if p.send_words in sent or p.worker_id in names]
     if not prefills:
         raise no_pair()
     ready = [p for p in prefills if not fastest_rate or p.pending_tokens <= max_pending(p)]
     if not ready:
         raise overloaded("prefill", min((p.pending_tokens - max_pending(p)) / p.prefill_rate for p in prefills))
-    decodes = [d for d in decodes if any(can_exchange_kv(p, d) for p in ready)]
+    taken, names = _shared(taken, {p.send_words for p in ready}), {p.worker_id for p in ready}
+    decodes = [d for d in decodes if d.receive_words in taken or d.worker_id in names]
     roomy = [d for d in decodes if d.reserved_tokens <= max_reserved(d, need_tokens) or d.reserved_tokens == 0]
     if not roomy:
         raise overloaded(
@@ -222,8 +225,9 @@ def to_candidate(
     )
 
 
-def can_exchange_kv(prefill: Candidate, decode: Candidate) -> bool:
-    return prefill.worker_id == decode.worker_id or not prefill.send_words.isdisjoint(decode.receive_words)
+def _shared(words: set[frozenset[str]], others: set[frozenset[str]]) -> set[frozenset[str]]:
+    """Return those that have a word in common with one of the others."""
+    return {those for those in words if any(not those.isdisjoint(other) for other in others)}
 
 
 def max_pending(prefill: Candidate) -> float:
@@ -333,12 +337,13 @@ def _cheapest(prefills: list[Candidate], decodes: list[Candidate], num_tokens: i
     rows: list[tuple[float, bool, int, Pair]] = []
     answering = [(d, _seconds(_decode_cost(d, True), d, need_tokens)) for d in decodes]
     for p in prefills:
-        computing_s = _seconds(_prefill_cost(p, num_tokens, True), p, need_tokens)
+        compute_s = _compute_s(p, num_tokens)
+        waiting_s = compute_s + ITL_S + _seconds(_prefill_cost(p, num_tokens, True), p, need_tokens)
         for d, answering_s in answering:
             if p.worker_id == d.worker_id:
                 cost_s = offer(p, d, num_tokens, need_tokens).cost_s
             elif not p.send_words.isdisjoint(d.receive_words):
-                cost_s = _base_s(p, d, num_tokens) + computing_s + answering_s
+                cost_s = waiting_s + answering_s + _handoff_s(p, d, num_tokens, compute_s)
             else:
                 continue
             rows.append((cost_s, p.layout_id != d.layout_id, len(rows), (p, d)))
@@ -363,18 +368,27 @@ def _first_workers(pairs: list[Pair], num_workers: int) -> list[Pair]:
 
 
 def _base_s(prefill: Candidate, decode: Candidate, num_tokens: int) -> float:
-    compute_s = (num_tokens - prefill.cached_tokens) / prefill.prefill_rate
+    compute_s = _compute_s(prefill, num_tokens)
     if prefill.worker_id == decode.worker_id:
         return compute_s + ITL_S
-    transfer_s = (num_tokens - decode.cached_tokens) / prefill.transfer_rate
+    return compute_s + ITL_S + _handoff_s(prefill, decode, num_tokens, compute_s)
+
+
+def _compute_s(prefill: Candidate, num_tokens: int) -> float:
+    return (num_tokens - prefill.cached_tokens) / prefill.prefill_rate
+
+
+def _handoff_s(prefill: Candidate, decode: Candidate, num_tokens: int, compute_s: float) -> float:
+    """Return what a handoff costs, of which the transfer is hidden while the prompt is computed."""
+    exposed_s = (num_tokens - decode.cached_tokens) / prefill.transfer_rate - compute_s
     detour_s = BAD_PATH_S if decode.incarnation in prefill.bad_paths else 0.0
-    return compute_s + ITL_S + HANDOFF_S + max(0.0, transfer_s - compute_s) + detour_s
+    return HANDOFF_S + detour_s + (exposed_s if exposed_s > 0.0 else 0.0)
 
 
 def _prefill_cost(prefill: Candidate, num_tokens: int, is_pair: bool) -> WorkerCost:
-    compute_s = (num_tokens - prefill.cached_tokens) / prefill.prefill_rate
     crowding_s = ITL_S if is_pair else 0.0
-    return WorkerCost(1 / prefill.prefill_rate, crowding_s, 0.0, _stall_weight(prefill) * compute_s)
+    stall_s = _stall_weight(prefill) * _compute_s(prefill, num_tokens)
+    return WorkerCost(1 / prefill.prefill_rate, crowding_s, 0.0, stall_s)
 
 
 def _decode_cost(decode: Candidate, is_pair: bool) -> WorkerCost:

@@ -229,13 +229,11 @@ class PoolView:
         prefills = [c for c in found if c.role is not WorkerRole.DECODE]
         decodes = [c for c in found if c.role is not WorkerRole.PREFILL]
         sent, taken = {p.send_words for p in prefills}, {d.receive_words for d in decodes}
-        senders = {c.worker_id for c in prefills}
-        both = {c.worker_id for c in decodes if c.worker_id in senders}  # a mixed worker needs no partner
-        for words in {p.send_words for p in prefills if p.worker_id not in both and _is_alone(p.send_words, taken)}:
+        for words in _lonely({p.send_words for p in prefills if p.role is not WorkerRole.MIXED}, taken):
             fit = self._fitting(self._takers.meeting(words), num_tokens, exclude)
             takers = (worker for worker in fit if worker.info.role is not WorkerRole.PREFILL)
             yield from (w.candidate for w in nsmallest(NUM_PARTNERS, takers, key=_Worker.decode_load_s))
-        for words in {d.receive_words for d in decodes if d.worker_id not in both and _is_alone(d.receive_words, sent)}:
+        for words in _lonely({d.receive_words for d in decodes if d.role is not WorkerRole.MIXED}, sent):
             fit = self._fitting(self._sources.meeting(words), num_tokens, exclude)
             givers = (worker for worker in fit if worker.info.role is not WorkerRole.DECODE)
             key = partial(_Worker.prefill_load_s, fastest_rate=self.fastest_rate)
@@ -349,5 +347,6 @@ class _WordIndex:
         return (worker_id for those, ids in self._workers.items() if not those.isdisjoint(words) for worker_id in ids)
 
 
-def _is_alone(words: frozenset[str], others: Iterable[frozenset[str]]) -> bool:
-    return all(words.isdisjoint(those) for those in others)
+def _lonely(words: set[frozenset[str]], others: set[frozenset[str]]) -> list[frozenset[str]]:
+    """Return those that have no word in common with any of the others."""
+    return [those for those in words if all(those.isdisjoint(other) for other in others)]
