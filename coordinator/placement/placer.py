@@ -29,7 +29,7 @@ one all workers are offered, and the store knows."""
 MAX_AGE_S = 1.0
 """A placement waits for a view that is older."""
 MAX_CLAIMS = 4
-"""Claims that one placement makes at most, each by what the one before found."""
+"""Claims of routes that one placement makes at most, each by what the one before found."""
 
 
 class PlaceRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,21 +74,24 @@ class Placer:
         Raises Overloaded (no credit now), Unavailable (no live prefill or decode worker; or the request has ended or
         is past that epoch), RequestError (no worker could ever hold it).
         """
-        seen = self._num_begun
+        seen, full_side = self._num_begun, "prefill"
         await self._keep_fresh(self._clock())
         looked_up = request.prefixes.looked_up
         found = await self._store.prefix_holders(looked_up) if looked_up else []
-        for num_refused in range(MAX_CLAIMS):
+        for num_refused in range(MAX_CLAIMS + 1):
             if num_refused > 1:  # the counts that came with the first refusal were not all
                 await self._refresh(seen)
             offers, refusal = self._choose(request, found)
             if refusal is not None and self._newest <= seen:
                 await self._refresh(seen)  # no refusal by an old view
                 offers, refusal = self._choose(request, found)
+            if refusal is None and num_refused == MAX_CLAIMS:  # others were faster each time
+                offers, refusal = [], policy.overloaded(full_side, policy.MIN_RETRY_S)
             refs = self._view.refs(offers)
             self._num_claims += 1
             written = list(zip(looked_up, prefixes.others(found), strict=True))
-            claimed = await self._store.claim(self._claim(request, offers, refusal), written)
+            claim = self._claim(request, offers, refusal)
+            claimed = await self._store.claim(claim, written)
             if claimed.repeated is not None:
                 prefill, decode = claimed.repeated
                 return Route(request.request_id, request.epoch, prefill, decode)
@@ -97,7 +100,8 @@ class Placer:
             if (offer := self._learn(request, offers, claimed)) is not None:
                 prefill, decode = refs[offer.prefill.worker_id], refs[offer.decode.worker_id]
                 return Route(request.request_id, request.epoch, prefill, decode)
-        raise policy.overloaded("prefill", policy.MIN_RETRY_S)
+            full_side = _full_side(claim, claimed)
+        raise AssertionError("the last claim has a refusal")
 
     async def close(self) -> None:
         """Read no more."""
@@ -221,6 +225,19 @@ def _claimed_route(offer: RouteOffer, index: dict[WorkerId, int]) -> ClaimedRout
         offer.prefill_cost,
         offer.decode_cost,
     )
+
+
+def _full_side(claim: Claim, claimed: Claimed) -> str:
+    """Return which side of a claim's routes took nothing, by the counts that came back."""
+    pairs = zip(claim.workers, claimed.counts, strict=True)
+    computes = [
+        counts is not None
+        and counts.term == offered.term
+        and not counts.is_draining
+        and counts.pending_tokens <= offered.max_pending_tokens
+        for offered, counts in pairs
+    ]
+    return "decode" if any(computes[route.prefill] for route in claim.routes) else "prefill"
 
 
 def _counter(refusal: TandemError | None) -> str:
