@@ -10,7 +10,7 @@ from math import inf
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.node import Node, NodeInfo, NodeLoad
 from contracts.request import WorkerRef
-from coordinator.placement import policy as placement
+from coordinator import refusals
 from coordinator.request_states import (
     ENDS,
     HOLDS_DECODE,
@@ -48,7 +48,10 @@ class Credit:
 
 @dataclass
 class Record:
-    """A request. `credits`: what is held now, by side; `route`: who serves it."""
+    """A request, or (without `gateway_id`) the end of one that nobody knows.
+
+    `credits`: what is held now, by side; `route`: who serves it.
+    """
 
     gateway_id: GatewayId
     epoch: Epoch
@@ -88,7 +91,7 @@ class MemoryStore:
         own = self._current(info.worker_id, info.incarnation)
         is_taken = there is not None and own is None and now < there.alive_until_s
         if is_taken and again:
-            raise placement.superseded(info.worker_id)
+            raise refusals.superseded(info.worker_id)
         if own is not None and own.died_s is None:
             own.alive_until_s = now + self._alive_s
         else:
@@ -162,10 +165,16 @@ class MemoryStore:
     async def finish(self, request_id: RequestId, epoch: Epoch, state: RequestState = RequestState.FINISHED) -> bool:
         require_end(state)
         record = self._records.get(request_id)
-        if record is None or record.epoch != epoch:
-            self._counters["unknown" if record is None else "stale"] += 1
+        if record is None or not record.gateway_id:
+            self._counters["unknown"] += 1
+            epoch = epoch if record is None else max(epoch, record.epoch)
+            self._records[request_id] = Record(GatewayId(""), epoch, state, ended_s=self._clock())
+            return False
+        if record.epoch > epoch:
+            self._counters["stale"] += 1
             return False
         if record.state not in ENDS:
+            record.epoch = epoch
             self._enter(record, state)
         return True
 
@@ -229,11 +238,11 @@ class MemoryStore:
         if record.epoch == claim.epoch and not is_over and record.gateway_id == claim.gateway_id:
             for side, worker in record.workers.items():
                 if self._workers.get(worker.info.worker_id) is not worker or worker.died_s is not None:
-                    raise placement.no_worker(side)
+                    raise refusals.no_worker(side)
             return record.workers[PREFILL].info.ref, record.workers[DECODE].info.ref
         if record.epoch >= claim.epoch or is_over:
             self._counters["stale"] += 1
-            raise placement.stale(claim.request_id, claim.epoch)
+            raise refusals.stale(claim.request_id, claim.epoch)
         return None
 
     def _fresh(self, offered: ClaimedWorker) -> Worker | None:

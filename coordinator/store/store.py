@@ -278,9 +278,10 @@ class Store(Protocol):
         ...
 
     async def finish(self, request_id: RequestId, epoch: Epoch, state: RequestState = RequestState.FINISHED) -> bool:
-        """Return the credits, and whether the request has ended at this epoch, now or before.
+        """Return the credits of this epoch and earlier ones, and whether the request has ended, now or before.
 
-        False if it is unknown or stale.
+        No claim of these epochs that comes later takes anything: it may be under way while its gateway has given up.
+        False if the request is unknown, or at a later epoch.
         """
         ...
 

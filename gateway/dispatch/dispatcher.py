@@ -12,7 +12,7 @@ from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.request import Cancel, Route, WorkerRef
 from coordinator.request_states import RequestState
 from gateway.dispatch.client_words import for_clients
-from gateway.dispatch.placement import Placement
+from gateway.dispatch.placement import Placement, PlaceUnknown
 from gateway.dispatch.request_state_machine import (
     Action,
     AwaitDecode,
@@ -53,6 +53,7 @@ class Dispatcher:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._renewing: asyncio.Task[None] | None = None
         self._is_stopping = False
+        self._unknown: set[RequestId] = set()  # the store may have placed them, and its answer was lost
         # Cancelled once more already; the oldest first.
         self._stale_events: dict[tuple[WorkerId, RequestId, Epoch], None] = {}
         self.num_unknown = self.num_stale = self.num_duplicates = self.num_cancels = self.num_losses = 0
@@ -90,11 +91,16 @@ class Dispatcher:
     async def begin(self, request_id: RequestId, answer: GenerationState, on_piece: OnDelta, deadline_s: float) -> None:
         """From here on, exactly one piece with `finish` or `failed` follows, unless cancelled.
 
-        Raises Overloaded or Unavailable, and then there is nothing to undo.
+        Raises Overloaded or Unavailable. It may be called again then; who does not, cancels.
         """
         if self._is_stopping:
             raise Unavailable("the gateway shuts down")
-        route = await self._placed(request_id, Epoch(1), answer, self._excluded(is_begun=False))
+        try:
+            route = await self._placed(request_id, Epoch(1), answer, self._excluded(is_begun=False))
+        except PlaceUnknown:
+            self._unknown.add(request_id)
+            raise
+        self._unknown.discard(request_id)
         if self._is_stopping:  # since it was asked for
             self._spawn(self._finish(request_id, route.epoch, RequestState.FAILED))
             raise Unavailable("the gateway shuts down")
@@ -108,6 +114,9 @@ class Dispatcher:
         if live is not None:
             live.answer.ended = True
             self._close(live, reason, end)
+        elif request_id in self._unknown:
+            self._unknown.discard(request_id)
+            self._spawn(self._finish(request_id, Epoch(1), end))
 
     async def _placed(
         self, request_id: RequestId, epoch: Epoch, answer: GenerationState, exclude: Sequence[WorkerId]
@@ -117,26 +126,28 @@ class Dispatcher:
         try:
             return await asyncio.shield(placing)
         except asyncio.CancelledError:
-            self._spawn(self._undo(request_id, placing))
+            self._spawn(self._undo(request_id, epoch, placing))
             raise
 
-    async def _undo(self, request_id: RequestId, placing: asyncio.Task[Route]) -> None:
+    async def _undo(self, request_id: RequestId, epoch: Epoch, placing: asyncio.Task[Route]) -> None:
         try:
-            route = await placing
+            await placing
+        except PlaceUnknown:
+            await self._finish(request_id, epoch, RequestState.CANCELLED)
         except TandemError as error:
             log.info("%s was given up before it had a place: %s", request_id, error)
         else:
-            await self._finish(request_id, route.epoch, RequestState.CANCELLED)
+            await self._finish(request_id, epoch, RequestState.CANCELLED)
 
     async def _place(
         self, request_id: RequestId, epoch: Epoch, answer: GenerationState, exclude: Sequence[WorkerId]
     ) -> Route:
         left = answer.request.sampling.max_tokens - answer.num_tokens
-        salt = answer.request.cache_salt
-        route = await self._store.place(request_id, epoch, answer.all_token_ids, left, exclude, salt)
+        salt, token_ids = answer.request.cache_salt, answer.all_token_ids
+        route = await self._store.place(request_id, epoch, token_ids, left, exclude, salt)
         log.debug(
             "%s is placed: prompt of %d tokens on %s, answer on %s (attempt %d)",
-            request_id, len(answer.all_token_ids), route.prefill.worker_id, route.decode.worker_id, route.epoch,
+            request_id, len(token_ids), route.prefill.worker_id, route.decode.worker_id, route.epoch,
         )  # fmt: skip
         return route
 
@@ -279,7 +290,8 @@ class Dispatcher:
         self.num_duplicates += sequencer.num_duplicates
         if reason:
             self._send_cancels(live.workers, Cancel(live.request_id, live.route.epoch, reason))
-        self._spawn(self._finish(live.request_id, live.route.epoch, end))
+        # Not the route's epoch: while it is placed again, the claim may be taken, and its answer lost.
+        self._spawn(self._finish(live.request_id, live.epoch, end))
 
     def _send_cancels(self, workers: list[WorkerRef], cancel: Cancel) -> None:
         self.num_cancels += 1

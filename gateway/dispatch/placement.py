@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Protocol
 
 from contracts.errors import RegistryError, Unavailable
@@ -23,6 +24,13 @@ LEASE_S = 10.0
 PATIENCE_S, RETRY_S = 3.0, 0.1
 """How long a request waits for a registry that falls silent, and between tries: a busy host may keep Redis from its
 CPU for longer than a call waits. Once it was silent for so long, nobody waits until it answers again."""
+
+MAX_UNTOLD = 10_000
+"""Ends that are kept while Redis is silent, at most; a lease ends the oldest of more."""
+
+
+class PlaceUnknown(Unavailable):
+    """The store did not answer: it may have placed the request, or do so yet, until it is told of the end."""
 
 
 class Placement(Protocol):
@@ -54,6 +62,8 @@ class StorePlacement:
         self._store, self._gateway_id = store, gateway_id
         self._placer = Placer(store)
         self._outage = OutageLog(log)
+        self._untold: dict[RequestId, tuple[Epoch, RequestState]] = {}
+        self._telling: asyncio.Task[None] | None = None
 
     async def nodes(self) -> list[Node]:
         return await self._placer.nodes()
@@ -81,7 +91,7 @@ class StorePlacement:
             route = await self._place_patiently(request)
         except RegistryError as error:
             self._outage.failed(f"requests are not placed: {error}", error.what)
-            raise Unavailable(nothing_placed(error.what)) from error
+            raise PlaceUnknown(nothing_placed(error.what)) from error
         self._outage.worked()
         return route
 
@@ -98,12 +108,36 @@ class StorePlacement:
             await asyncio.sleep(RETRY_S)
 
     async def finish(self, request_id: RequestId, epoch: Epoch, end: RequestState) -> None:
-        await self._store.finish(request_id, epoch, end)
+        """Tell the end of a request that is not placed again.
+
+        If the store does not answer now, it is told as soon as it does.
+        """
+        try:
+            await self._store.finish(request_id, epoch, end)
+        except RegistryError as error:
+            log.info("the end of %s is told once the store answers: %s", request_id, error)
+            self._untold[request_id] = epoch, end
+            if len(self._untold) > MAX_UNTOLD:
+                del self._untold[next(iter(self._untold))]
+            if self._telling is None or self._telling.done():
+                self._telling = asyncio.create_task(self._tell_ends())
+
+    async def _tell_ends(self) -> None:
+        while self._untold:
+            await asyncio.sleep(RETRY_S)
+            with suppress(RegistryError):
+                while self._untold:
+                    request_id, (epoch, end) = next(iter(self._untold.items()))
+                    await self._store.finish(request_id, epoch, end)
+                    self._untold.pop(request_id, None)
 
     async def renew(self, request_ids: Sequence[RequestId]) -> None:
         await self._store.renew(request_ids, LEASE_S)
 
     async def close(self) -> None:
+        if self._telling is not None:
+            self._telling.cancel()
+            await asyncio.gather(self._telling, return_exceptions=True)
         await self._placer.close()
         await self._store.close()
 

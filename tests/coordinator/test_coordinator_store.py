@@ -264,9 +264,9 @@ class TestPlacing:
     async def test_of_a_prompt_that_was_served_whole_one_token_is_computed(self, store: Store):
         await pair(store)
         prompt = PromptPrefixes(list(range(10 * BLOCK_TOKENS)))
-        for name in ("r", "s"):
-            await store.finish(RequestId("r"), ONE)
-            await place(store, ask(name, 10 * BLOCK_TOKENS, prefixes=prompt))
+        await place(store, ask("r", 10 * BLOCK_TOKENS, prefixes=prompt))
+        await store.finish(RequestId("r"), ONE)
+        await place(store, ask("s", 10 * BLOCK_TOKENS, prefixes=prompt))
         assert (await view(store, "p0")).pending_tokens == 1
 
     async def test_prefixes_die_with_the_incarnation(self, store: Store):
@@ -455,8 +455,23 @@ class TestStates:
 
     async def test_unknown_requests_are_counted(self, store: Store):
         assert await store.advance(moves("nobody", RequestState.QUEUED)) == [False]
-        assert not await store.finish(RequestId("nobody"), ONE)
-        assert (await store.counts()).unknown == 2
+        for _ in range(2):
+            assert not await store.finish(RequestId("nobody"), ONE)
+        counts = await store.counts()
+        assert (counts.unknown, counts.ended) == (3, {})
+
+    @pytest.mark.parametrize("known", [0, 1])
+    async def test_no_claim_is_taken_behind_the_end_of_its_epoch(self, store: Store, known: int):
+        """Its gateway gave up; the claim was under way."""
+        await pair(store)
+        if known:
+            await place(store, ask("r"))
+        assert await store.finish(RequestId("r"), Epoch(known + 1), RequestState.CANCELLED) is bool(known)
+        for epoch in range(1, known + 2):
+            with pytest.raises(Unavailable, match="has ended"):
+                await place(store, ask("r", epoch=epoch))
+        await assert_idle(store)
+        assert (await store.counts()).ended == ({"CANCELLED": 1} if known else {})
 
     async def test_nothing_to_tell_is_nothing_told(self, store: Store):
         assert await store.advance([]) == []
