@@ -13,6 +13,7 @@ from contracts.errors import Overloaded, RequestError, TandemError, Unavailable
 from contracts.ids import Epoch, GatewayId, RequestId, WorkerId
 from contracts.node import Node
 from contracts.request import Route
+from coordinator import refusals
 from coordinator.placement import policy, prefixes
 from coordinator.placement.policy import Candidate, RouteOffer
 from coordinator.placement.pool_view import SHORTLIST, PoolView
@@ -86,7 +87,7 @@ class Placer:
                 await self._refresh(seen)  # no refusal by an old view
                 offers, refusal = self._choose(request, found)
             if refusal is None and num_refused == MAX_CLAIMS:  # others were faster each time
-                offers, refusal = [], policy.overloaded(full_side, policy.MIN_RETRY_S)
+                offers, refusal = [], refusals.overloaded(full_side, refusals.MIN_RETRY_S)
             refs = self._view.refs(offers)
             self._num_claims += 1
             written = list(zip(looked_up, prefixes.others(found), strict=True))

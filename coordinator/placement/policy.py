@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 import msgspec
 from msgspec.structs import replace
 
-from contracts.errors import Overloaded, RequestError, TandemError, Unavailable
-from contracts.ids import Epoch, Incarnation, RequestId, WorkerId
+from contracts.ids import Incarnation, WorkerId
 from contracts.node import NodeInfo, NodeLoad, WorkerRole
+from coordinator.refusals import no_pair, no_worker, overloaded, too_long
 from coordinator.store.store import WorkerCost, WorkerCounts
 
 OUTPUT_CREDIT_TOKENS = 256
@@ -67,9 +67,6 @@ TOP = 8
 
 NUM_OFFERED = 8
 """Workers between whom routes, as many at most, are offered, half of them a side: the store knows the cheapest."""
-
-MIN_RETRY_S = 1.0
-MAX_RETRY_S = 60.0
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -261,30 +258,6 @@ def is_idle(load: NodeLoad) -> bool:
     Pages that wait to be handed over are no free tokens.
     """
     return not (load.num_running or load.num_waiting or load.queue_tokens)
-
-
-def no_worker(side: str) -> TandemError:
-    return Unavailable(f"no live {side} worker that takes work")
-
-
-def no_pair() -> TandemError:
-    return Unavailable("no decode worker can take the KV of a prefill worker; GET /ready says where they differ")
-
-
-def too_long(num_tokens: int, most_tokens: int) -> TandemError:
-    return RequestError(f"a prompt of {num_tokens} tokens; no worker takes more than {most_tokens}")
-
-
-def superseded(worker_id: WorkerId) -> TandemError:
-    return Unavailable(f"worker id {worker_id!r} belongs to a newer process; give this one another id")
-
-
-def stale(request_id: RequestId, epoch: Epoch) -> TandemError:
-    return Unavailable(f"request {request_id} has ended, or is past attempt {epoch}")
-
-
-def overloaded(side: str, wait_s: float) -> Overloaded:
-    return Overloaded(f"all {side} workers are full", min(max(wait_s, MIN_RETRY_S), MAX_RETRY_S))
 
 
 def prefill_rate(measured: float, fastest_rate: float) -> float:

@@ -16,6 +16,7 @@ from contracts.codec import WIRE_VERSION, decoder, encode
 from contracts.errors import ConfigError, RegistryError
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.node import Node, NodeInfo, NodeLoad
+from coordinator import refusals
 from coordinator.placement import policy as placement
 from coordinator.request_states import RequestState, require_end
 from coordinator.store.local_server import hide_password
@@ -90,7 +91,7 @@ class RedisStore:
         fields = _flat(_joined(info) | _loaded(NodeLoad()))
         word = await self._run("join", info.worker_id, info.incarnation, self._alive_ms, int(again), *fields)
         if not word:
-            raise placement.superseded(info.worker_id)
+            raise refusals.superseded(info.worker_id)
         return bool(word == _TOOK_A_PLACE)
 
     async def heartbeat(self, worker_id: WorkerId, incarnation: Incarnation, load: NodeLoad) -> bool:
@@ -152,8 +153,8 @@ class RedisStore:
                 prefill, decode = (_info.decode(blob).ref for blob in rest)
                 return Claimed(repeated=(prefill, decode))
             case b"gone":
-                raise placement.no_worker(rest[0].decode())
-        raise placement.stale(claim.request_id, claim.epoch)
+                raise refusals.no_worker(rest[0].decode())
+        raise refusals.stale(claim.request_id, claim.epoch)
 
     async def advance(self, moves: Sequence[StateTransition]) -> list[bool]:
         done: list[bool] = []

@@ -12,8 +12,6 @@ from contracts.ids import Incarnation, WorkerId
 from contracts.node import WorkerRole
 from coordinator.placement import policy
 from coordinator.placement.policy import (
-    MAX_RETRY_S,
-    MIN_RETRY_S,
     OUTPUT_CREDIT_TOKENS,
     OVERCOMMIT,
     Candidate,
@@ -22,6 +20,7 @@ from coordinator.placement.policy import (
     offer,
     with_default_rates,
 )
+from coordinator.refusals import MAX_RETRY_S, MIN_RETRY_S
 from tests.coordinator.coordinator_rig import BREAK_EVEN_RATE, BREAK_EVEN_STEP, BREAK_EVENS
 
 NEED = decode_need(1000, 100)
