@@ -44,5 +44,10 @@ class TransferSettings:
                 raise ConfigError(f"{field} is {getattr(self, field)}; it must be positive")
 
     @property
+    def trial_timeout_s(self) -> float:
+        """Return the seconds for the trial of a channel, which leave time in the handshake to report what it gave."""
+        return 0.8 * self.handshake_timeout_s
+
+    @property
     def silence_s(self) -> float:
         return self.heartbeat_s * self.heartbeat_misses

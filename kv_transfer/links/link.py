@@ -73,6 +73,7 @@ class LinkParts:
             self.settings.num_slots,
             max(self.settings.slot_nbytes, self.pool.page_nbytes),
             self.settings.stall_timeout_s,
+            self.settings.trial_timeout_s,
         )
 
     @property

@@ -24,13 +24,14 @@ from kv_transfer.chunks.segment import META_NBYTES
 class Ring:
     """The dimensions of a channel's staging: `num_slots` payloads of at most `slot_nbytes`.
 
-    A wait for a free slot ends after `stall_timeout_s`. `is_local`: both ends are connected over the loopback
-    interface.
+    A wait for a free slot ends after `stall_timeout_s`, and the trial of a new channel after `trial_timeout_s`.
+    `is_local`: both ends are connected over the loopback interface.
     """
 
     num_slots: int
     slot_nbytes: int
     stall_timeout_s: float
+    trial_timeout_s: float = 4.0
     is_local: bool = False
 
     @property

@@ -45,7 +45,6 @@ from kv_transfer.transports.ucx_messages import Offered, Offering, Operation, fe
 log = logging.getLogger(__name__)
 
 DEVICE_CONFIG = {**CONFIG, "RNDV_SCHEME": "get_zcopy"}
-TRY_TIMEOUT_S = 4.0
 NAP_S, LONG_NAP_S = 20e-6, 500e-6
 PATIENCE_S = 0.25
 """The seconds without progress after which naps become long."""
@@ -189,7 +188,7 @@ class UcxDeviceOutbound(_DeviceChannel):
         slots = [DeviceSlot(i, meta, buffer) for i, (meta, buffer) in enumerate(zip(metas, lease.buffers, strict=True))]
         self._sending = Sending(engine, slots)
         try:
-            self._try_out(time.monotonic() + TRY_TIMEOUT_S)
+            self._try_out(time.monotonic() + engine.ring.trial_timeout_s)
         except TransferError as error:
             self.close()
             raise TransferError(f"what was sent to try it out did not arrive: {error}") from error

@@ -22,6 +22,8 @@ from tests.kv_transfer.kv_pool import PoolOwner
 SECRET = b"a secret of tests"
 LAYOUT = KVLayout.uniform(model="tiny", num_layers=3, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")
 DEADLINE_S = 60.0
+PATIENT: dict[str, Any] = {"connect_timeout_s": DEADLINE_S, "handshake_timeout_s": DEADLINE_S}
+"""Settings under which two ends wait for each other on a busy machine, too."""
 
 Kind = TypeVar("Kind")
 
@@ -45,7 +47,7 @@ class Peer(PoolOwner):
         super().__init__(name, pages, layout, settings.get("transport"), pool)
         self.woken = threading.Event()
         self.seen: list[TransferEvent] = []
-        options = {"secret": SECRET, "transport": "tcp", **settings}
+        options = {"secret": SECRET, "transport": "tcp", **PATIENT, **settings}
         if options["transport"] == "loopback":
             options["transport"], transports = "tcp", {"tcp": LoopbackTransport()} | (transports or {})
         self.transport = options["transport"]

@@ -25,6 +25,7 @@ from engine.settings import EngineSettings
 from kv_transfer.node import TransferNode
 from mixed_svc import core as mixed
 from prefill_svc import core as prefill
+from tests.kv_transfer.kv_pair import PATIENT
 from worker.core.attempt_table import AttemptTable
 from worker.core.engine_core import EngineCore
 from worker.core.main import engine_settings, transfer_settings
@@ -72,9 +73,8 @@ class Worker:
         wanted = engine_settings(settings)
         self.engine = _device_engine(wanted, device_dtype) if device_dtype else load_engine(wanted)
         pool = self.engine.transfer_pool
-        self.node = TransferNode(
-            transfer_settings(settings), me, incarnation, self.engine.layout, pool, self.front.wake
-        )
+        patient = replace(transfer_settings(settings), **PATIENT)
+        self.node = TransferNode(patient, me, incarnation, self.engine.layout, pool, self.front.wake)
         self.node.start()
         self.roles = ROLES[settings.role](settings, me, self.engine, self.node, ledger)
         self.core = EngineCore(me, self.engine, self.node, self.roles, ledger, self.front)  # type: ignore[arg-type]
