@@ -5,8 +5,8 @@ JSON has the white space between its parts that the model gives it, as with vLLM
 
 import json
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -14,30 +14,9 @@ from llguidance import LLMatcher, grammar_from
 from msgspec import Meta
 
 from contracts.errors import RequestError
-from gateway.grammar.exact_schema import exact
+from gateway.grammar.field_grammar import NO_WHITE_SPACE, WHITE_SPACE, FieldGrammar, grammar_of_text, json_grammar
 from gateway.grammar.string_formats import without_unknown_formats
-
-MAX_GRAMMAR_CHARS = 64 << 10
-"""The longest text of Lark and GBNF.
-
-200 KB of terminals, each made of the next, keep llguidance at work for more than half a minute. Schemas that are too
-large it refuses itself.
-"""
-
-WHITE_SPACE = {"whitespace_pattern": r"[ \n\r\t]{0,32}"}
-"""Between the parts of JSON, for llguidance. There is an end to it, lest a small model fill its answer with nothing."""
-NO_WHITE_SPACE = {"whitespace_flexible": False}
-
-
-@dataclass(frozen=True)
-class FieldGrammar:
-    """What one field of a request, `param`, asks for.
-
-    Nobody has read it yet: to read some of them ends the process.
-    """
-
-    param: str
-    grammar: str
+from gateway.grammar.structural_tags import structural_tag_grammar
 
 
 class JsonSchema(msgspec.Struct, frozen=True):
@@ -50,12 +29,28 @@ class JsonSchema(msgspec.Struct, frozen=True):
 
 
 class ResponseFormat(msgspec.Struct, frozen=True):
-    type: Literal["text", "json_object", "json_schema"]
+    """The form of an answer.
+
+    A structural tag has a `format`, or in its older form `structures` and `triggers`.
+    """
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
+    format: dict[str, Any] | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
+
+    @property
+    def structural_tag(self) -> dict[str, Any] | None:
+        """Return the structural tag, if it is one."""
+        if self.type != "structural_tag":
+            return None
+        fields = {"format": self.format, "structures": self.structures, "triggers": self.triggers}
+        return {"type": self.type} | {name: value for name, value in fields.items() if value is not None}
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Exactly one of the first five. `grammar` is Lark or GBNF.
+    """Exactly one of the first five and `structural_tag`. `grammar` is Lark or GBNF, `structural_tag` is JSON.
 
     `disable_any_whitespace` and `whitespace_pattern` are of the first and the last of them. A client that makes an
     object of vLLM's StructuredOutputsParams sends all fields: there is no other backend to fall back to, and
@@ -74,35 +69,25 @@ class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     structural_tag: str | None = None
 
 
-_KINDS = ("json", "regex", "choice", "grammar", "json_object")
-_UNHONOURED = ("disable_additional_properties", "structural_tag")
+_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
 def grammar_of(
-    response_format: ResponseFormat | None, structured_outputs: StructuredOutputs | None
+    response_format: ResponseFormat | None,
+    structured_outputs: StructuredOutputs | None,
+    token_ids: Mapping[str, int] = MappingProxyType({}),
 ) -> FieldGrammar | None:
-    """None if any answer will do.
+    """Return the grammar of an answer; None if any answer will do.
 
-    Raises RequestError, naming the field, for what llguidance knows no grammar of.
+    `token_ids`: of the markers that a grammar has to name as tokens. Raises RequestError, naming the field, for what
+    llguidance knows no grammar of.
     """
-    formatted = None if response_format is None else _of_format(response_format)
+    formatted = None if response_format is None else _of_format(response_format, token_ids)
     if structured_outputs is None:
         return formatted
     if formatted is not None:
         raise RequestError("'response_format' and 'structured_outputs' exclude each other", "structured_outputs")
-    return _of_outputs(structured_outputs)
-
-
-def json_grammar(schema: dict[str, Any], param: str, space: dict[str, Any] = WHITE_SPACE) -> FieldGrammar:
-    """Return the grammar of JSON by a schema, with white space as `space` says.
-
-    Raises RequestError, naming `param`, for values that llguidance does not take in.
-    """
-    try:
-        grammar = LLMatcher.grammar_from_json_schema(exact(schema) | {"x-guidance": space})
-    except ValueError as error:  # half of a surrogate pair, or an integer of more than 64 bits
-        raise RequestError(f"{param} does not compile: {error}", param) from error
-    return FieldGrammar(param, grammar)
+    return _of_outputs(structured_outputs, token_ids)
 
 
 def preceded(rules: Sequence[str], name: str, grammar: str) -> str:
@@ -114,7 +99,7 @@ def preceded(rules: Sequence[str], name: str, grammar: str) -> str:
 
 def schema_of_format(wanted: ResponseFormat | None) -> dict[str, Any] | None:
     """Return the schema of an answer that is to be JSON. Raises RequestError if it is missing."""
-    if wanted is None or wanted.type == "text":
+    if wanted is None or wanted.type in ("text", "structural_tag"):
         return None
     if wanted.type == "json_object":
         return {"type": "object"}
@@ -124,19 +109,20 @@ def schema_of_format(wanted: ResponseFormat | None) -> dict[str, Any] | None:
     return given.schema if given.strict else without_unknown_formats(given.schema)
 
 
-def _of_format(wanted: ResponseFormat) -> FieldGrammar | None:
+def _of_format(wanted: ResponseFormat, token_ids: Mapping[str, int]) -> FieldGrammar | None:
+    if (tag := wanted.structural_tag) is not None:
+        return structural_tag_grammar(tag, "response_format", token_ids)
     if (schema := schema_of_format(wanted)) is None:
         return None
     param = "response_format" if wanted.json_schema is None else "response_format.json_schema.schema"
     return json_grammar(schema, param)
 
 
-def _of_outputs(wanted: StructuredOutputs) -> FieldGrammar:
+def _of_outputs(wanted: StructuredOutputs, token_ids: Mapping[str, int]) -> FieldGrammar:
     given = {name: value for name, value in msgspec.structs.asdict(wanted).items() if value not in (None, False)}
-    for name in _UNHONOURED:
-        if name in given:
-            param = f"structured_outputs.{name}"
-            raise RequestError(f"'{param}' is not supported; leave it out", param)
+    if "disable_additional_properties" in given:
+        param = "structured_outputs.disable_additional_properties"
+        raise RequestError(f"'{param}' is not supported; leave it out", param)
     given = {name: given[name] for name in _KINDS if name in given}
     if len(given) != 1:
         raise RequestError(f"'structured_outputs' needs exactly one of {', '.join(_KINDS)}", "structured_outputs")
@@ -147,6 +133,8 @@ def _of_outputs(wanted: StructuredOutputs) -> FieldGrammar:
     if name == "json":
         schema = _schema(value, param) if isinstance(value, str) else value
         return json_grammar(without_unknown_formats(schema), param, _space_of(wanted))
+    if name == "structural_tag":
+        return structural_tag_grammar(_schema(value, param), param, token_ids)
     if wanted.whitespace_pattern is not None:
         at = "structured_outputs.whitespace_pattern"
         raise RequestError(f"'{at}' is of JSON: it needs 'json' or 'json_object'", at)
@@ -168,19 +156,10 @@ def _space_of(wanted: StructuredOutputs) -> dict[str, Any]:
     return {"whitespace_pattern": pattern}
 
 
-def _of_grammar(text: str, param: str) -> str:
-    if len(text) > MAX_GRAMMAR_CHARS:
-        raise RequestError(f"{param} is longer than {MAX_GRAMMAR_CHARS} characters", param)
-    try:
-        return grammar_from("grammar", text)
-    except ValueError as error:
-        raise RequestError(f"{param}: {error}", param) from error
-
-
 _COMPILERS: dict[str, Callable[[Any, str], str]] = {
     "regex": lambda text, _: LLMatcher.grammar_from_regex(text),
     "choice": lambda choices, _: grammar_from("choice", json.dumps(choices)),
-    "grammar": _of_grammar,
+    "grammar": grammar_of_text,
 }
 
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from itertools import chain
 
 from contracts.errors import RequestError
-from gateway.grammar.structured_outputs import FieldGrammar, grammar_of, preceded, schema_of_format
+from gateway.grammar.field_grammar import FieldGrammar
+from gateway.grammar.structured_outputs import grammar_of, preceded, schema_of_format
 from gateway.prompting.chat_template import Prompting
 from gateway.prompting.request_fields import Common
 from gateway.reasoning.reasoning_format import GRAMMAR, ReasoningFormat
@@ -65,8 +66,8 @@ def _try(whole: _Whole, request: Common, prompting: Prompting) -> None:
 
 
 def _whole(request: Common, prompting: Prompting, calling: Calling | None, before: AnswerPrefix) -> _Whole:
-    wanted = grammar_of(request.response_format, request.structured_outputs)
-    given = [] if wanted is None else [wanted]
+    wanted = grammar_of(request.response_format, request.structured_outputs, prompting.marker_ids)
+    given = [] if wanted is None else [*wanted.parts, wanted]
     alone = _Whole("" if wanted is None else before.allow(wanted.grammar, prompting), given)
     if calling is None:
         return alone
@@ -76,10 +77,14 @@ def _whole(request: Common, prompting: Prompting, calling: Calling | None, befor
     if given and calling.must:
         param = "structured_outputs" if request.structured_outputs else "response_format"
         raise RequestError(f"'{param}' and a 'tool_choice' that asks for a call exclude each other", param)
-    if request.structured_outputs is not None:
+    if request.structured_outputs is not None or _is_structural(request):
         return alone
     answer = schema_of_format(request.response_format)
     calls = calls_grammar(calling, form, prompting.grammar_ids(form.markers), answer)
     if not calls:
         return alone
     return _Whole(before.allow(calls, prompting, is_headed=True), chain(given, parameter_grammars(calling)))
+
+
+def _is_structural(request: Common) -> bool:
+    return request.response_format is not None and request.response_format.structural_tag is not None

@@ -8,8 +8,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gateway.grammar.lark_text import terms
 from gateway.reasoning.reasoning_format import GRAMMAR
-from gateway.tool_calling.call_grammar import terms
 from gateway.tool_calling.call_parser import CallParser, object_of
 from gateway.tool_calling.events import (
     ContentDelta,

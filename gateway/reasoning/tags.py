@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gateway.grammar.lark_text import terms
 from gateway.reasoning.reasoning_format import GRAMMAR
 from gateway.tokenization.stop_strings import overlap
-from gateway.tool_calling.call_grammar import terms
 from gateway.tool_calling.call_parser import SPACE, CallParser
 from gateway.tool_calling.events import ContentDelta, OutputEvent, ReasoningDelta
 from gateway.tool_calling.step_parser import StepParser

@@ -1,7 +1,7 @@
 """Text to token ids, and what a request says of single tokens."""
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence, Sized
+from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from typing import Annotated, Any, TypeVar
@@ -64,6 +64,11 @@ class PromptTokenizer:
     def special_ids(self, texts: Sequence[str]) -> dict[str, int]:
         """Return the ids of those texts that are special tokens."""
         return {text: self._special_ids[text] for text in texts if text in self._special_ids}
+
+    @property
+    def marker_ids(self) -> Mapping[str, int]:
+        """Return the ids of all texts that `grammar_ids` knows."""
+        return self._grammar_ids
 
     def grammar_ids(self, texts: Sequence[str]) -> dict[str, int]:
         """Return the ids of those texts that no text in a grammar matches, since they are tokens.

@@ -1,15 +1,15 @@
 """The grammar of answers that have to call, or whose calls obey their schemas, in llguidance's Lark."""
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from llguidance import LLMatcher
 
 from gateway.grammar.exact_schema import exact
+from gateway.grammar.field_grammar import NO_WHITE_SPACE, WHITE_SPACE, FieldGrammar, json_grammar
+from gateway.grammar.lark_text import terms
 from gateway.grammar.string_formats import without_unknown_formats
-from gateway.grammar.structured_outputs import NO_WHITE_SPACE, WHITE_SPACE, FieldGrammar, json_grammar
 from gateway.tool_calling.tool_choice import Calling, Function, schema_of
 from gateway.tool_calling.tool_format import ToolFormat
 
@@ -51,14 +51,6 @@ def parameter_grammars(calling: Calling) -> Iterator[FieldGrammar]:
     """
     for index, function in calling.functions.items():
         yield json_grammar(_enforced(function, calling.must), f"tools[{index}].function.parameters")
-
-
-def terms(text: str, token_ids: Mapping[str, int]) -> str:
-    """Tokens by id, what is between them as strings."""
-    if not token_ids:
-        return json.dumps(text) if text else ""
-    pieces = re.split("(" + "|".join(map(re.escape, token_ids)) + ")", text)
-    return " ".join(f"<[{token_ids[p]}]>" if p in token_ids else json.dumps(p) for p in pieces if p)
 
 
 def _enforced(function: Function, must: bool) -> dict[str, Any]:

@@ -13,8 +13,9 @@ from llguidance import LLMatcher, LLTokenizer
 from checkpoint import open_checkpoint
 from contracts.errors import RequestError
 from gateway.grammar.compile_sandbox import CompileSandbox
+from gateway.grammar.field_grammar import MAX_GRAMMAR_CHARS
 from gateway.grammar.string_formats import KNOWN
-from gateway.grammar.structured_outputs import MAX_GRAMMAR_CHARS, ResponseFormat, StructuredOutputs, grammar_of
+from gateway.grammar.structured_outputs import ResponseFormat, StructuredOutputs, grammar_of
 from gateway.prompting.answer_grammar import AnswerPrefix, answer_grammar
 from gateway.prompting.chat_template import Prompting
 from gateway.prompting.request_fields import CompletionRequest
@@ -158,7 +159,7 @@ def test_plain_text_needs_no_grammar():
             "structured_outputs.whitespace_pattern",
         ),
         ({"json": {}, "disable_additional_properties": True}, "structured_outputs.disable_additional_properties"),
-        ({"structural_tag": "{}"}, "structured_outputs.structural_tag"),
+        ({"structural_tag": "{}"}, "structured_outputs.structural_tag.format"),
         ({"regex": "(a"}, "structured_outputs.regex"),
         ({"json": {"type": "no-such-type"}}, "structured_outputs.json"),
         ({"json": "{"}, "structured_outputs.json"),
