@@ -190,6 +190,22 @@ class ResponseReply(msgspec.Struct):
     usage: ResponseUsage
 
 
+class RenderReply(msgspec.Struct):
+    """A prompt as an answer to it would begin; what is null is of vLLM's pictures and remote caches."""
+
+    request_id: str
+    token_ids: list[int]
+    token_offsets: None
+    features: None
+    sampling_params: dict[str, Any]
+    model: str
+    stream: bool
+    stream_options: dict[str, bool | None] | None
+    cache_salt: str | None
+    priority: int
+    kv_transfer_params: None
+
+
 class TokenizeReply(msgspec.Struct):
     count: int
     max_model_len: int
@@ -234,7 +250,7 @@ def takes(kind: type) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema_of(kind)}}}}
 
 
-def returns(kind: type | None, *, streams: bool = False) -> dict[int | str, dict[str, Any]]:
+def returns(kind: Any, *, streams: bool = False) -> dict[int | str, dict[str, Any]]:
     """Return `responses` of a route that answers with a `kind`, or with no JSON at all.
 
     Errors have one shape everywhere.
@@ -246,9 +262,9 @@ def returns(kind: type | None, *, streams: bool = False) -> dict[int | str, dict
     return {200: {"description": "OK", "content": content}, "default": error}
 
 
-def schema_of(kind: type) -> dict[str, Any]:
-    _, parts = msgspec.json.schema_components([kind], ref_template="#/components/schemas/{name}")
-    return _inlined(parts[kind.__name__], parts)
+def schema_of(kind: Any) -> dict[str, Any]:
+    (schema,), parts = msgspec.json.schema_components([kind], ref_template="#/components/schemas/{name}")
+    return _inlined(schema, parts)
 
 
 def _inlined(schema: Any, parts: dict[str, Any]) -> Any:

@@ -29,7 +29,15 @@ from gateway.prompting.token_budget import (
     require_room,
     require_short,
 )
-from gateway.tool_calling.tool_choice import Calling, calling_of
+from gateway.tool_calling.tool_choice import Calling, calling_of, narrowed
+
+
+def with_allowed_tools(request: ChatRequest) -> ChatRequest:
+    """Return the request with those of its tools alone that `tool_choice` allows. Raises RequestError."""
+    tools, choice = narrowed(request.tools, request.tool_choice)
+    if choice is request.tool_choice:
+        return request
+    return msgspec.structs.replace(request, tools=tools, tool_choice=choice)
 
 
 async def prepare_chat(

@@ -27,6 +27,8 @@ REPLIES = [
     ("POST", "/v1/completions", ASK | {"logprobs": 1, "echo": True, "max_tokens": 0}, openapi.TextReply),
     ("POST", "/v1/completions", ASK | {"prompt_logprobs": 1, "return_token_ids": True}, openapi.TextReply),
     ("POST", "/v1/responses", {"input": "hi", "max_output_tokens": 3}, openapi.ResponseReply),
+    ("POST", "/v1/chat/completions/render", SAY | {"n": 2, "stop": "a"}, openapi.RenderReply),
+    ("POST", "/v1/completions/render", ASK | {"stream": True}, list[openapi.RenderReply]),
     ("POST", "/tokenize", {"prompt": "hi"}, openapi.TokenizeReply),
     ("POST", "/tokenize", {"prompt": "hi", "return_token_strs": True}, openapi.TokenizeReply),
     ("POST", "/tokenize", SAY, openapi.TokenizeReply),

@@ -2,7 +2,6 @@
 
 import time
 
-import msgspec
 from fastapi import APIRouter, Request, Response
 
 from gateway.api.openai.chat import ChatFormatter, ParsedChatFormatter
@@ -13,10 +12,10 @@ from gateway.http.context import AppContext
 from gateway.http.generation_start import start_generation
 from gateway.http.request_ids import response_id
 from gateway.http.request_reading import ChatBody, CompletionBody
-from gateway.prompting.pipeline import prepare_chat, prepare_completion
+from gateway.prompting.pipeline import prepare_chat, prepare_completion, with_allowed_tools
 from gateway.prompting.request_fields import ChatRequest, CompletionRequest
 from gateway.serving.disconnect import run_until_disconnect
-from gateway.tool_calling.tool_choice import calling_of, narrowed
+from gateway.tool_calling.tool_choice import calling_of
 
 router = APIRouter()
 
@@ -30,9 +29,7 @@ router = APIRouter()
 async def chat_completions(request: Request, asked: ChatBody) -> Response:
     """Answers to a conversation, whole or streamed."""
     context: AppContext = request.app.state.context
-    tools, choice = narrowed(asked.tools, asked.tool_choice)
-    if choice is not asked.tool_choice:
-        asked = msgspec.structs.replace(asked, tools=tools, tool_choice=choice)
+    asked = with_allowed_tools(asked)
     preparing = prepare_chat(asked, context.prompting, context.limits)
     asks = await run_until_disconnect(request, context.settings.request_timeout_s, preparing)
     replies = ChatFormatter(
