@@ -214,7 +214,7 @@ NAMED: list[tuple[tuple[str, bytes], str | None]] = [
 
 
 ROLES = "'system', 'developer', 'user', 'assistant', 'tool'"
-FORMATS = "'text', 'json_object', 'json_schema'"
+FORMATS = "'text', 'json_object', 'json_schema', 'structural_tag'"
 CHOICES = "'none', 'auto', 'required', an object"
 NAMED_CHOICES = "'function', 'custom', 'allowed_tools'"
 TOLD: list[tuple[type[msgspec.Struct], dict[str, Any], str]] = [
