@@ -16,7 +16,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     position n draws the same number on any machine.
 
     `choice` numbers the answers to one prompt (`n > 1`) and enters the draw. `logprobs` is None for none, or the number
-    of alternatives beside the chosen token; `prompt_logprobs` is the same for the prompt's own tokens. `grammar` is
+    of alternatives beside the chosen token; `prompt_logprobs` is the same for the prompt's own tokens. If
+    `logprob_token_ids` has any, the alternatives are the chosen token and those, whatever their number. `grammar` is
     llguidance's form of what the answer must look like; empty for anything. Nothing can follow where it ends, so
     `ignore_eos` can't be combined with it. `bad_words` are token sequences that the answer never completes. If
     `allowed_token_ids` has any, only those are chosen.
@@ -38,6 +39,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
     grammar: str = ""
     bad_words: tuple[tuple[int, ...], ...] = ()
     allowed_token_ids: tuple[int, ...] = ()

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from contracts.events import Token
 from contracts.ids import RequestId
+from contracts.sampling import SamplingParams
 from engine.cuda.inputs.decode_state import DecodeState, pack
 from engine.cuda.inputs.sampling_columns import columns, is_greedy
 from engine.cuda.runtime.process_group import SINGLE_PROCESS, ProcessGroup
 from engine.cuda.runtime.upload import upload, upload_all
-from engine.sampling.sampler import Sampler
+from engine.sampling.sampler import Sampler, with_asked_logprobs
 from engine.sequence import Sequence
 from kernels.registry import Registry
 from kernels.specs import QuantSpec, SampleSpec
@@ -65,12 +66,16 @@ class SamplingKernel:
 
 @dataclass(frozen=True)
 class TopLogprobs:
-    """Log-probabilities of some rows: of the token drawn `[n]`, and of the likeliest `[n, k]`."""
+    """Log-probabilities of some rows: of the token drawn `[n]`, of the likeliest `[n, k]`, and of those asked for.
+
+    `asked` is `[n, a]` for as many as any row asks for; a row with fewer has others behind its own.
+    """
 
     rows: list[int]
     own: Tensor
     values: Tensor
     token_ids: Tensor
+    asked: Tensor | None
 
     @classmethod
     def of(cls, sequences: SequenceOf[Sequence], logits: Tensor, tokens: Tensor) -> "TopLogprobs | None":
@@ -85,7 +90,18 @@ class TopLogprobs:
         logprobs = logits.index_select(0, index).log_softmax(-1)
         top = logprobs.topk(max(sequences[row].sampling.logprobs or 0 for row in rows))
         own = logprobs.gather(1, tokens.index_select(0, index)[:, None])[:, 0]
-        return cls(rows, to_host(own), to_host(top.values), to_host(top.indices))
+        ids = _asked_ids([sequences[row] for row in rows])
+        asked = to_host(logprobs.gather(1, upload(ids, logits.device))) if ids.size else None
+        return cls(rows, to_host(own), to_host(top.values), to_host(top.indices), asked)
+
+
+def _asked_ids(sequences: SequenceOf[Sequence]) -> np.ndarray:
+    """Return the token ids whose log-probabilities each sequence asks for, `[n, a]`, filled up with 0."""
+    asked = [sequence.sampling.logprob_token_ids for sequence in sequences]
+    ids = np.zeros((len(asked), max(map(len, asked))), np.int64)
+    for row, some in enumerate(asked):
+        ids[row, : len(some)] = some
+    return ids
 
 
 class DevicePendingTokens:
@@ -93,7 +109,7 @@ class DevicePendingTokens:
 
     def __init__(self, sequences: SequenceOf[Sequence], tokens: Tensor, likeliest: TopLogprobs | None) -> None:
         self._indices = [sequence.num_generated for sequence in sequences]
-        self._counts = [sequence.sampling.logprobs or 0 for sequence in sequences]
+        self._sampling = [sequence.sampling for sequence in sequences]
         self._tokens, self._likeliest = to_host(tokens), likeliest
         self._done = torch.cuda.Event() if tokens.is_cuda else None
         if self._done is not None:
@@ -109,7 +125,7 @@ class DevicePendingTokens:
         tokens = [Token(index, token) for index, token in zip(self._indices, self._tokens.tolist(), strict=True)]
         if self._likeliest is not None:
             for at, row in enumerate(self._likeliest.rows):
-                tokens[row] = self._with_logprobs(tokens[row], self._likeliest, at, self._counts[row])
+                tokens[row] = self._with_logprobs(tokens[row], self._likeliest, at, self._sampling[row])
         return tokens
 
     def put_back(self, drawn: Tensor) -> None:
@@ -118,7 +134,10 @@ class DevicePendingTokens:
             self._done.synchronize()
         drawn[: len(self._tokens)].copy_(self._tokens)
 
-    def _with_logprobs(self, token: Token, found: TopLogprobs, at: int, count: int) -> Token:
+    def _with_logprobs(self, token: Token, found: TopLogprobs, at: int, sampling: SamplingParams) -> Token:
+        if (wanted := sampling.logprob_token_ids) and found.asked is not None:
+            return with_asked_logprobs(token, float(found.own[at]), wanted, found.asked[at, : len(wanted)].tolist())
+        count = sampling.logprobs or 0
         ids, values = found.token_ids[at, :count].tolist(), found.values[at, :count].tolist()
         return Token(token.index, token.token_id, float(found.own[at]), list(zip(ids, values, strict=True)))
 

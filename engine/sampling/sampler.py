@@ -187,11 +187,20 @@ def _tokens(sequences: SequenceOf[Sequence], logits_BV: torch.Tensor, chosen: li
     tokens = [Token(sequence.num_generated, token) for sequence, token in zip(sequences, chosen, strict=True)]
     for row, sequence in enumerate(sequences):
         if sequence.sampling.logprobs is not None:
-            tokens[row] = _with_logprobs(tokens[row], logits_BV[row].log_softmax(-1), sequence.sampling.logprobs)
+            tokens[row] = _with_logprobs(tokens[row], logits_BV[row].log_softmax(-1), sequence.sampling)
     return tokens
 
 
-def _with_logprobs(token: Token, logprobs_V: torch.Tensor, count: int) -> Token:
-    top = logprobs_V.topk(count)
+def _with_logprobs(token: Token, logprobs_V: torch.Tensor, sampling: SamplingParams) -> Token:
+    own = float(logprobs_V[token.token_id])
+    if asked := sampling.logprob_token_ids:
+        return with_asked_logprobs(token, own, asked, logprobs_V[list(asked)].tolist())
+    top = logprobs_V.topk(sampling.logprobs or 0)
     pairs = list(zip(top.indices.tolist(), top.values.tolist(), strict=True))
-    return Token(token.index, token.token_id, float(logprobs_V[token.token_id]), pairs)
+    return Token(token.index, token.token_id, own, pairs)
+
+
+def with_asked_logprobs(token: Token, own: float, asked: SequenceOf[int], values: SequenceOf[float]) -> Token:
+    """Return the token with log-probabilities of itself and then of `asked`, in vLLM's order; none comes twice."""
+    pairs = {token.token_id: own} | dict(zip(asked, values, strict=True))
+    return Token(token.index, token.token_id, own, list(pairs.items()))

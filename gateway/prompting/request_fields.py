@@ -73,6 +73,7 @@ class Detailed(Common, frozen=True, kw_only=True):
     """What chat and completions can tell of an answer besides its text."""
 
     prompt_logprobs: NumLogprobs | None = None
+    logprob_token_ids: Annotated[list[TokenId], Meta(max_length=128)] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 

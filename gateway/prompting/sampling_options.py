@@ -8,7 +8,7 @@ from functools import partial
 from contracts.codec import encode
 from contracts.errors import RequestError
 from contracts.sampling import SamplingParams
-from gateway.prompting.request_fields import ChatRequest, Common, CompletionRequest
+from gateway.prompting.request_fields import ChatRequest, Common, CompletionRequest, Detailed
 from gateway.tokenization.tokenizer import PromptTokenizer
 
 MAX_LOGIT_BIAS = 100.0
@@ -21,23 +21,32 @@ MAX_SAMPLING_NBYTES = 32 << 20
 class LogprobCounts:
     """The numbers of alternatives that the engine reports with each token.
 
-    None: not even the token's own log-probability.
+    None: not even the token's own log-probability. `token_ids`: the alternatives that take the place of the likeliest.
     """
 
     answer: int | None
     prompt: int | None
+    token_ids: tuple[int, ...] = ()
 
 
 def counts_of_chat(request: ChatRequest) -> LogprobCounts:
     """Return how many alternatives a chat asks for."""
-    return LogprobCounts((request.top_logprobs or 0) if request.logprobs else None, request.prompt_logprobs)
+    answer = (request.top_logprobs or 0) if request.logprobs else None
+    return LogprobCounts(answer, request.prompt_logprobs, _wanted_ids(request, answer))
 
 
 def counts_of_completion(request: CompletionRequest) -> LogprobCounts:
     """Return how many alternatives a completion asks for; an echo has those of the answer."""
     of_echo = request.logprobs if request.echo else None
     asked = [count for count in (request.prompt_logprobs, of_echo) if count is not None]
-    return LogprobCounts(request.logprobs, max(asked, default=None))
+    return LogprobCounts(request.logprobs, max(asked, default=None), _wanted_ids(request, request.logprobs))
+
+
+def _wanted_ids(request: Detailed, count: int | None) -> tuple[int, ...]:
+    """Return the tokens whose log-probabilities the client wants. Raises RequestError if it wants none at all."""
+    if request.logprob_token_ids and count is None:
+        raise RequestError("'logprob_token_ids' needs 'logprobs'", "logprob_token_ids")
+    return tuple(dict.fromkeys(request.logprob_token_ids or ()))
 
 
 async def build(
@@ -49,6 +58,7 @@ async def build(
     """
     tokenizer.require_known(request.stop_token_ids or [], "stop_token_ids")
     tokenizer.require_known(request.allowed_token_ids or [], "allowed_token_ids")
+    tokenizer.require_known(counts.token_ids, "logprob_token_ids")
     advice = tokenizer.advice
     top_k = advice.top_k if request.top_k is None else request.top_k
     return partial(
@@ -66,6 +76,7 @@ async def build(
         ignore_eos=bool(request.ignore_eos) and not grammar,  # where a grammar ends nothing can follow
         logprobs=counts.answer,
         prompt_logprobs=counts.prompt,
+        logprob_token_ids=counts.token_ids,
         grammar=grammar,
         bad_words=await tokenizer.spellings(request.bad_words or []),
         allowed_token_ids=tuple(dict.fromkeys(request.allowed_token_ids or ())),

@@ -81,8 +81,8 @@ def test_tools(llm):
 
 
 def test_json_mode(llm):
-    reply = llm.bind(response_format={"type": "json_object"}, max_tokens=64).invoke(QUESTION)
-    assert reply.content.startswith("{")
+    reply = llm.bind(response_format={"type": "json_object"}, max_tokens=64).invoke(AS_JSON)
+    assert "Paris" in reply.content and reply.content.startswith("{")
 
 
 def test_stop_and_log_probabilities(llm):

@@ -54,6 +54,24 @@ def test_a_prompt_is_scored_as_on_the_cpu(family):
     assert [[i for i, _ in t.top_logprobs] for t in sampled_too] == [[i for i, _ in t.top_logprobs] for t in sampled]
 
 
+def test_logprobs_of_given_tokens_are_those_of_the_cpu(family):
+    folder, prompts, _ = family
+    wishes = [{"logprobs": 2}, {"logprobs": 0, "logprob_token_ids": (9, 3, 200)}, {}, {"logprob_token_ids": (7,)}]
+    told = []
+    for engine in (load_engine(settings(model=str(folder))), device_engine(folder)):
+        for index, wish in enumerate(wishes):
+            engine.submit(request(str(index), prompts[index], greedy(3, **({"logprobs": 0} if wish else {}) | wish)))
+        sampled = [one for output in drain(engine) for one in output.sampled]
+        told.append({(one.request_id, one.token.index): one.token.top_logprobs for one in sampled})
+    on_cpu, on_device = told
+    assert on_device.keys() == on_cpu.keys()
+    for key, pairs in on_cpu.items():
+        found = on_device[key]
+        assert [index for index, _ in found or ()] == [index for index, _ in pairs or ()]
+        assert [value for _, value in found or ()] == pytest.approx([value for _, value in pairs or ()], abs=1e-3)
+    assert [index for index, _ in on_cpu["1", 0]][1:] == [9, 3, 200]
+
+
 @dataclass(frozen=True)
 class Plan:
     """The plan of one batch."""

@@ -148,6 +148,15 @@ def test_logprobs_are_those_of_the_model_whatever_the_temperature():
     assert tokens[1].top_logprobs == [] and tokens[2].logprob is None
 
 
+def test_logprobs_of_given_tokens_follow_that_of_the_chosen_one():
+    rows = [sequence(temperature=0, logprobs=0, logprob_token_ids=ids) for ids in ((5, 0), (2, 5))]
+    tokens, expected = Sampler([EOS]).sample(rows, LOGITS.expand(2, -1)), LOGITS.log_softmax(-1)
+    assert tokens[0].token_id == 2
+    assert [[index for index, _ in token.top_logprobs or []] for token in tokens] == [[2, 5, 0], [2, 5]]
+    for index, logprob in tokens[0].top_logprobs or []:
+        assert logprob == pytest.approx(float(expected[index]))
+
+
 def test_a_row_is_sampled_alike_alone_and_among_others():
     logits = torch.randn(8, 3000, generator=torch.Generator().manual_seed(2))
     rows = [sequence(seed=index, temperature=0.9, top_p=0.8 if index % 2 else 1.0) for index in range(8)]

@@ -120,6 +120,10 @@ NAMED: list[tuple[tuple[str, bytes], str | None]] = [
     (text(stop=[1]), "stop[0]"),
     (chat(top_logprobs=21, logprobs=True), "top_logprobs"),
     (chat(top_logprobs=1), "top_logprobs"),
+    (chat(logprob_token_ids=[1]), "logprob_token_ids"),
+    (text(logprob_token_ids=[1]), "logprob_token_ids"),
+    (chat(logprob_token_ids=[1] * 129, logprobs=True), "logprob_token_ids"),
+    (text(logprob_token_ids=[1 << 30], logprobs=0), "logprob_token_ids"),
     (chat(max_completion_tokens=0), "max_completion_tokens"),
     # token ids outside of the vocabulary
     (text(prompt=[49152]), "prompt"),

@@ -150,6 +150,8 @@ def effect(name: str, path: str) -> dict[str, Any]:
         return {"logprobs": True if is_chat else 1}
     if name == "return_tokens_as_token_ids":
         return {"return_tokens_as_token_ids": True, "logprobs": True if is_chat else 1}
+    if name == "logprob_token_ids":
+        return {"logprob_token_ids": [7, 5], "logprobs": True if is_chat else 1}
     if name == "add_special_tokens":
         return {"add_special_tokens": is_chat}
     if name == "skip_special_tokens" and not is_chat:

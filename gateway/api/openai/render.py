@@ -49,6 +49,7 @@ def _sampling_body(asked: ChatRequest | CompletionRequest, prompt: GenerationReq
         "min_tokens": sampling.min_tokens,
         "logprobs": sampling.logprobs,
         "prompt_logprobs": sampling.prompt_logprobs,
+        "logprob_token_ids": list(sampling.logprob_token_ids) or None,
         "skip_special_tokens": prompt.skip_special_tokens,
         "bad_words": asked.bad_words or [],
         "logit_bias": sampling.logit_bias or None,
