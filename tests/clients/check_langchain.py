@@ -12,6 +12,7 @@ from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI
 
 QUESTION = "What is the capital of France?"
+AS_JSON = 'Answer as JSON with the one key "capital": what is the capital of France?'
 
 
 class Capital(pydantic.BaseModel):
