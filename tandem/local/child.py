@@ -1,6 +1,7 @@
 """One process of a system: its specification, and its control while it runs."""
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -57,6 +58,10 @@ class ChildState(StrEnum):
     DEAD = "dead"
 
 
+class CannotFork(Exception):
+    """The machine has no memory or no room for another process."""
+
+
 class ChildProcess:
     """A process in its own session, with all output in one log file. Not thread-safe."""
 
@@ -101,10 +106,24 @@ class ChildProcess:
         return self.state is ChildState.DEAD and time.monotonic() >= self._died_s + self.pause_s
 
     def start(self) -> None:
-        """Start it for the first time, or again after a death."""
+        """Start it for the first time, or again after a death.
+
+        Raises CannotFork, after which it counts as dead once more, if the machine has no room for a process.
+        """
+        try:
+            self._process = self._fork()
+        except OSError as error:
+            self._process, self.state, self._died_s = None, ChildState.DEAD, time.monotonic()
+            self._num_short_lives += 1
+            raise CannotFork(f"{self.name} can't be started: {_explain_fork(error)}") from error
+        self._started_s, self._ready_s = time.monotonic(), 0.0
+        self.facts = {}
+        self.state = ChildState.STARTING
+
+    def _fork(self) -> subprocess.Popen:
         # A process group of its own: Ctrl-C at the terminal reaches only the supervisor, which ends all in order.
         with _open_log(self.log) as log:
-            self._process = subprocess.Popen(
+            return subprocess.Popen(
                 die_with_parent(self.spec.argv),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -113,9 +132,6 @@ class ChildProcess:
                 cwd=self._cwd,
                 start_new_session=True,
             )
-        self._started_s, self._ready_s = time.monotonic(), 0.0
-        self.facts = {}
-        self.state = ChildState.STARTING
 
     def refresh(self) -> bool:
         """Check whether it died or became ready; return whether that changed."""
@@ -182,6 +198,15 @@ class ChildProcess:
         assert self._process is not None
         with contextlib.suppress(ProcessLookupError):  # the group holds nothing but the zombie
             os.killpg(self._process.pid, signal.SIGKILL)
+
+
+def _explain_fork(error: OSError) -> str:
+    """Return why no process came of it, and what to do."""
+    remedy = {
+        errno.ENOMEM: "end other programs, or take less for the KV cache by TANDEM_KV_CACHE_MIB",
+        errno.EAGAIN: "this user or container may have no more processes: raise that limit (ulimit -u, pids.max)",
+    }.get(error.errno or 0, "")
+    return "; ".join(filter(None, (error.strerror or str(error), remedy)))
 
 
 def _open_log(path: Path) -> BinaryIO:

@@ -7,7 +7,7 @@ from itertools import groupby
 from rich.console import Console
 
 from contracts.errors import ConfigError
-from tandem.local.child import ChildProcess, ChildState
+from tandem.local.child import CannotFork, ChildProcess, ChildState
 from tandem.local.console_output import Progress, plain
 from tandem.local.signals import SignalInbox
 
@@ -50,7 +50,7 @@ class Supervisor:
             for number, stage in groupby(sorted(self._children, key=_stage), key=_stage):
                 for child in self._children:
                     if child.state is ChildState.WAITING and child.spec.first_stage <= number:
-                        child.start()
+                        _start_first(child)
                 self._await_stage(list(stage), progress, deadline_s)
 
     def wait_for(self, is_done: Callable[[], bool], what: str, timeout_s: float) -> None:
@@ -119,7 +119,11 @@ class Supervisor:
     def _start_again(self) -> None:
         due = [child for child in self._children if child.is_due]
         for child in due:
-            child.start()
+            try:
+                child.start()
+            except CannotFork as error:
+                again = f"in {child.pause_s:.0f} s" if child.pause_s else "soon"
+                plain(self._console, f"{error}. It is tried again {again}")
         if due:
             self._on_change()
 
@@ -162,6 +166,13 @@ def explain_failed_start(child: ChildProcess) -> str:
         return f"{child.name} could not start: {words.partition(': ')[2]}"
     said = "".join(f"\n    {line}" for line in lines)
     return f"{child.name} {child.describe_exit()} while starting; the end of {child.log}:{said}"
+
+
+def _start_first(child: ChildProcess) -> None:
+    try:
+        child.start()
+    except CannotFork as error:
+        raise ConfigError(str(error)) from error
 
 
 def _stage(child: ChildProcess) -> int:

@@ -1,5 +1,7 @@
 """The supervisor over real processes: whatever happens to it or to them, none is left."""
 
+import errno
+import io
 import json
 import os
 import signal
@@ -207,6 +209,33 @@ def test_who_is_ready_when_time_is_over_is_not_late(tmp_path: Path, is_ready: bo
                 supervisor.start(0.0)
         finally:
             supervisor.stop()
+
+
+@pytest.mark.parametrize(("code", "words"), [(errno.ENOMEM, "TANDEM_KV_CACHE_MIB"), (errno.EAGAIN, "ulimit -u")])
+def test_a_machine_without_room_for_a_process_is_told_in_a_line(tmp_path, monkeypatch, code, words) -> None:
+    """The system goes on, and the process comes back when there is room again."""
+    child = ChildProcess(ProcessSpec("one", "fake", 0, ("sleep", "300"), dict, os.environ), tmp_path / "log", tmp_path)
+    fork, num_failing, said = ChildProcess._fork, [3], io.StringIO()
+
+    def fails_thrice(self: ChildProcess) -> subprocess.Popen:
+        if num_failing[0] == 0:
+            return fork(self)
+        num_failing[0] -= 1
+        raise OSError(code, os.strerror(code))
+
+    with SignalInbox() as inbox:
+        supervisor = Supervisor([child], inbox, Console(file=said, width=400), lambda: None)
+        try:
+            monkeypatch.setattr(ChildProcess, "_fork", fails_thrice)
+            with pytest.raises(ConfigError, match=words):
+                supervisor.start(60.0)
+            while not child.is_running:
+                monkeypatch.setattr(ChildProcess, "pause_s", 0.0)
+                supervisor._start_again()
+        finally:
+            supervisor.stop()
+    told = said.getvalue().splitlines()
+    assert len(told) == 2 and all(line.startswith("one can't be started: ") and words in line for line in told)
 
 
 def test_a_complaint_while_starting_is_one_line(supervise: Callable[[list[dict]], Run]) -> None:
