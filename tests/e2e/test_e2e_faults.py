@@ -12,6 +12,7 @@ import pytest
 
 from bench.load.client import StreamResult, ask, body_of, session
 from bench.system.local_system import System, get_json, running
+from tests.e2e.sockets_of_processes import reset_tcp
 from tests.e2e.tiny import save_tiny
 from tests.waiting import is_gone, until
 
@@ -102,6 +103,10 @@ def serving(system: System, role: str) -> dict:
     return found[0]
 
 
+def one_of(system: System, role: str) -> dict:
+    return next(worker for worker in system.workers() if worker["role"] == role)
+
+
 def test_more_than_fits_is_429_and_the_rest_is_answered(tiny):
     async def crowd(system: System) -> list[str]:
         async with session() as http:
@@ -113,6 +118,27 @@ def test_more_than_fits_is_429_and_the_rest_is_answered(tiny):
         errors = asyncio.run(crowd(system))
         assert all(error == "" or error.startswith("429") for error in errors)
         assert errors.count("") > 0 and any(error.startswith("429") for error in errors)
+        until(lambda: is_clean(system), SOON_S)
+
+
+def test_the_only_link_may_be_reset_under_load(tiny):
+    """Its requests are tried again with the one peer there is, once the link is back."""
+
+    async def disturbed(system: System) -> list[StreamResult]:
+        rng, core = random.Random(2), one_of(system, "prefill")["core_pid"]
+        prompts = [[rng.randrange(256) for _ in range(400)] for _ in range(24)]
+        async with session() as http:
+            asked = [asyncio.ensure_future(ask(http, system.url, body_of(system.model(), p, 30), 30)) for p in prompts]
+            for number in (2, 8, 14):
+                while sum(one.done() for one in asked) < number:
+                    await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED, timeout=0.05)
+                await asyncio.to_thread(until, lambda: reset_tcp(core) > 0, SOON_S)
+            return await asyncio.gather(*asked)
+
+    with running("--model", tiny, "--dtype", "float32", **QUICK, TANDEM_TRANSFER="tcp") as system:
+        answers = asyncio.run(disturbed(system))
+        assert [answer.error for answer in answers] == [""] * len(answers)
+        assert [answer.num_tokens for answer in answers] == [30] * len(answers)
         until(lambda: is_clean(system), SOON_S)
 
 
