@@ -16,11 +16,11 @@ class _StructuralFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """What they share: a field that is not known could mean anything."""
 
 
-class ConstStringFormat(_StructuralFormat, tag="const_string"):
+class ConstStringFormat(_StructuralFormat, frozen=True, tag="const_string"):
     value: str
 
 
-class JsonSchemaFormat(_StructuralFormat, tag="json_schema"):
+class JsonSchemaFormat(_StructuralFormat, frozen=True, tag="json_schema"):
     """`max_whitespace_cnt`: of characters in a row between the parts of JSON."""
 
     json_schema: bool | dict[str, Any]
@@ -29,45 +29,45 @@ class JsonSchemaFormat(_StructuralFormat, tag="json_schema"):
     max_whitespace_cnt: Annotated[int, Meta(ge=0, le=32)] | None = None
 
 
-class AnyTextFormat(_StructuralFormat, tag="any_text"):
+class AnyTextFormat(_StructuralFormat, frozen=True, tag="any_text"):
     """`excludes`: what must not be in it."""
 
     excludes: list[str] = []
     max_chars: Annotated[int, Meta(ge=0, le=65536)] | None = None
 
 
-class GrammarFormat(_StructuralFormat, tag="grammar"):
+class GrammarFormat(_StructuralFormat, frozen=True, tag="grammar"):
     """`grammar` is Lark or EBNF; which of them is seen in it."""
 
     grammar: str
     syntax: Literal["ebnf", "lark"] = "ebnf"
 
 
-class RegexFormat(_StructuralFormat, tag="regex"):
+class RegexFormat(_StructuralFormat, frozen=True, tag="regex"):
     pattern: str
 
 
-class SequenceFormat(_StructuralFormat, tag="sequence"):
+class SequenceFormat(_StructuralFormat, frozen=True, tag="sequence"):
     elements: Annotated[list["Format"], Meta(max_length=MAX_PARTS)]
 
 
-class OrFormat(_StructuralFormat, tag="or"):
+class OrFormat(_StructuralFormat, frozen=True, tag="or"):
     elements: Annotated[list["Format"], Meta(min_length=1, max_length=MAX_PARTS)]
 
 
-class OptionalFormat(_StructuralFormat, tag="optional"):
+class OptionalFormat(_StructuralFormat, frozen=True, tag="optional"):
     content: "Format"
 
 
-class PlusFormat(_StructuralFormat, tag="plus"):
+class PlusFormat(_StructuralFormat, frozen=True, tag="plus"):
     content: "Format"
 
 
-class StarFormat(_StructuralFormat, tag="star"):
+class StarFormat(_StructuralFormat, frozen=True, tag="star"):
     content: "Format"
 
 
-class RepeatFormat(_StructuralFormat, tag="repeat"):
+class RepeatFormat(_StructuralFormat, frozen=True, tag="repeat"):
     """`max` of -1: without end."""
 
     min: Repeats
@@ -75,7 +75,7 @@ class RepeatFormat(_StructuralFormat, tag="repeat"):
     content: "Format"
 
 
-class TagFormat(_StructuralFormat, tag="tag"):
+class TagFormat(_StructuralFormat, frozen=True, tag="tag"):
     """`begin`, content, and one of the ends."""
 
     begin: str
@@ -92,7 +92,7 @@ Trigger = Annotated[str, Meta(min_length=1)]
 Triggers = Annotated[list[Trigger], Meta(min_length=1, max_length=MAX_PARTS)]
 
 
-class TriggeredTagsFormat(_StructuralFormat, tag="triggered_tags"):
+class TriggeredTagsFormat(_StructuralFormat, frozen=True, tag="triggered_tags"):
     """Any text; where a trigger comes in it, it begins a tag."""
 
     triggers: Triggers
@@ -102,7 +102,7 @@ class TriggeredTagsFormat(_StructuralFormat, tag="triggered_tags"):
     excludes: list[str] = []
 
 
-class TagsWithSeparatorFormat(_StructuralFormat, tag="tags_with_separator"):
+class TagsWithSeparatorFormat(_StructuralFormat, frozen=True, tag="tags_with_separator"):
     """Tags, and nothing but the separator between them."""
 
     tags: Tags
