@@ -66,9 +66,9 @@ class SamplingKernel:
 
 @dataclass(frozen=True)
 class TopLogprobs:
-    """Log-probabilities of some rows: of the token drawn `[n]`, of the likeliest `[n, k]`, and of those asked for.
+    """Log-probabilities of some rows: of the token drawn `[n]`, the likeliest `[n, k]`, and `asked`.
 
-    `asked` is `[n, a]` for as many as any row asks for; a row with fewer has others behind its own.
+    That is `[n, a]` for as many as any row asks for; a row with fewer has others behind its own.
     """
 
     rows: list[int]

@@ -201,6 +201,9 @@ def _with_logprobs(token: Token, logprobs_V: torch.Tensor, sampling: SamplingPar
 
 
 def with_asked_logprobs(token: Token, own: float, asked: SequenceOf[int], values: SequenceOf[float]) -> Token:
-    """Return the token with log-probabilities of itself and then of `asked`, in vLLM's order; none comes twice."""
+    """Return the token with log-probabilities of itself and then of `asked`, as vLLM orders them.
+
+    None comes twice.
+    """
     pairs = {token.token_id: own} | dict(zip(asked, values, strict=True))
     return Token(token.index, token.token_id, own, list(pairs.items()))

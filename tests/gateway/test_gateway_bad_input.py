@@ -218,7 +218,8 @@ NAMED: list[tuple[tuple[str, bytes], str | None]] = [
 
 
 ROLES = "'system', 'developer', 'user', 'assistant', 'tool'"
-FORMATS = "'text', 'json_object', 'json_schema', 'structural_tag'"
+TEXT_FORMATS = "'text', 'json_object', 'json_schema'"
+FORMATS = f"{TEXT_FORMATS}, 'structural_tag'"
 CHOICES = "'none', 'auto', 'required', an object"
 NAMED_CHOICES = "'function', 'custom', 'allowed_tools'"
 TOLD: list[tuple[type[msgspec.Struct], dict[str, Any], str]] = [
@@ -241,7 +242,7 @@ TOLD: list[tuple[type[msgspec.Struct], dict[str, Any], str]] = [
         "tools[0].function.name: Expected letters, digits, _ and -, 1 to 64 of them",
     ),
     (ChatRequest, {"request_id": "a b"}, "request_id: Expected letters, digits, . _ : and -, 1 to 128 of them"),
-    (ResponsesRequest, {"text": {"format": {"type": "xml"}}}, f"text.format.type: * 'xml'; allowed: {FORMATS}"),
+    (ResponsesRequest, {"text": {"format": {"type": "xml"}}}, f"text.format.type: * 'xml'; allowed: {TEXT_FORMATS}"),
     (ResponsesRequest, {"tool_choice": {"type": "mcp"}}, f"tool_choice.type: * 'mcp'; allowed: {NAMED_CHOICES}"),
 ]
 """What is told of a field; * stands for msgspec's own words."""
