@@ -45,7 +45,7 @@ class TransferSettings:
 
     @property
     def trial_timeout_s(self) -> float:
-        """Return the seconds for the trial of a channel, which leave time in the handshake to report what it gave."""
+        """Return the seconds for the trial of a channel, which leave the handshake time to report."""
         return 0.8 * self.handshake_timeout_s
 
     @property

@@ -1,6 +1,6 @@
-"""The formats of structural tags as JSON: xgrammar's words, which vLLM takes (xgrammar/structural_tag.py).
+"""The formats of structural tags as JSON, in the words of xgrammar's structural_tag.py.
 
-Those that name single tokens, XML styles and `dispatch` are not among them.
+vLLM takes them. Those that name single tokens, XML styles and `dispatch` are not among them.
 """
 
 from typing import Annotated, Any, Literal

@@ -50,7 +50,7 @@ class ResponseFormat(msgspec.Struct, frozen=True):
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Exactly one of the first five and `structural_tag`. `grammar` is Lark or GBNF, `structural_tag` is JSON.
+    """Exactly one of the first five and `structural_tag`, which is JSON. `grammar` is Lark or GBNF.
 
     `disable_any_whitespace` and `whitespace_pattern` are of the first and the last of them. A client that makes an
     object of vLLM's StructuredOutputsParams sends all fields: there is no other backend to fall back to, and

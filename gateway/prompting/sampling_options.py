@@ -43,7 +43,10 @@ def counts_of_completion(request: CompletionRequest) -> LogprobCounts:
 
 
 def _wanted_ids(request: Detailed, count: int | None) -> tuple[int, ...]:
-    """Return the tokens whose log-probabilities the client wants. Raises RequestError if it wants none at all."""
+    """Return the tokens whose log-probabilities the client wants.
+
+    Raises RequestError if it wants none at all.
+    """
     if request.logprob_token_ids and count is None:
         raise RequestError("'logprob_token_ids' needs 'logprobs'", "logprob_token_ids")
     return tuple(dict.fromkeys(request.logprob_token_ids or ()))
