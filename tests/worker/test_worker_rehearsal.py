@@ -41,7 +41,7 @@ def test_the_core_of_a_worker_keeps_warm(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(core_main, "EngineCore", StoppedCore)
     engine = SimpleNamespace(layout=LAYOUT, transfer_pool=make_pool(), close=lambda: None)
     settings = WorkerSettings.model_validate({"role": "prefill", "secret": "s"})
-    link = cast(FrontLink, SimpleNamespace(ring=lambda: None))
+    link = cast(FrontLink, SimpleNamespace(wake=lambda: None))
     with pytest.raises(Stopped):
         core_main.serve(link, Start(b"", "w", "1"), settings, cast(Engine, engine), make_roles, keeper)
     assert len(ran) == 1
