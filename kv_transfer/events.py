@@ -75,7 +75,8 @@ class LinkStats:
     description (for UCX, of the endpoint's lanes). `busy_s`: seconds spent packing and sending, or fetching, checking
     and writing pages, the device's time included, but not waiting for a chunk to be computed. `num_stale`: chunks
     discarded for want of a live grant. `nbytes_per_s`: rate of recently finished handoffs, 0.0 while unknown and on
-    incoming links.
+    incoming links. `level`: of the last message that was compressed, empty if none; `wire_nbytes`: bytes of
+    all messages of a link that may compress, as they were sent.
     """
 
     peer_id: WorkerId
@@ -90,3 +91,5 @@ class LinkStats:
     num_bad: int
     num_stale: int
     nbytes_per_s: float
+    level: str = ""
+    wire_nbytes: int = 0

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from contracts.errors import ConfigError
+from kv_transfer.codecs.level import allowed_levels
 
 TRANSPORTS = ("auto", "nvlink", "ucx", "shm", "tcp")
 
@@ -16,11 +17,12 @@ class TransferSettings:
     `transport`: "auto" takes the fastest that both ends have; a name takes that one or fails. `checksum`: between GPUs
     the sender's setting decides. Staging of one link is `num_slots * slot_nbytes`; a page must fit in a slot. A peer
     that is silent for `heartbeat_s * heartbeat_misses` is lost; `stall_timeout_s` is how long a chunk waits for the
-    peer to accept bytes.
+    peer to accept bytes. `kv_codec`: see codecs.level.allowed_levels; both ends must allow a level.
     """
 
     secret: bytes
     transport: str = "auto"
+    kv_codec: str = "auto"
     host: str = "127.0.0.1"
     port: int = 0
     advertise_host: str = ""
@@ -37,6 +39,7 @@ class TransferSettings:
     def __post_init__(self) -> None:
         if self.transport not in TRANSPORTS:
             raise ConfigError(f"transport is '{self.transport}'; it must be one of {', '.join(TRANSPORTS)}")
+        allowed_levels(self.kv_codec)  # raises ConfigError
         if not self.secret:
             raise ConfigError("secret is empty: prefill and decode prove to each other that they share it")
         for field in ("slot_nbytes", "num_slots", "heartbeat_s", "heartbeat_misses", "max_peers"):

@@ -40,6 +40,10 @@ class WorkerSettings(BaseSettings):
     device: str = Field("cpu", description="where the model runs: cpu, cuda:N for a GPU, auto for the first one if any")
     tensor_parallel: int = Field(1, ge=1, description="GPUs that share the model, from `device` on; a process each")
     transfer: Transfer = Field("auto", description="KV transport; auto: the fastest that both ends have")
+    kv_codec: str = Field(
+        "auto",
+        description="compression of KV on slow tcp links: auto (without loss), off, lossless, 8bit, 6bit, 4bit or 3bit",
+    )
     transfer_checksum: bool = Field(True, description="check every chunk of KV that arrives")
     transfer_port: int = Field(0, ge=0, le=65535, description="port of the KV control listener; 0: a free one")
     redis_url: str = Field("redis://127.0.0.1:6379/0", description="where the coordinator's state lives")

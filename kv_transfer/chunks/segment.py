@@ -15,13 +15,22 @@ class KVSegment(msgspec.Struct, frozen=True, array_like=True):
     """The bytes `[offset, offset + nbytes)` of a chunk.
 
     `header.checksum` is a running one: it covers the chunk from its start to the end of this segment. `is_after_cut`:
-    the chunk before was given up, and the Abort for it, on the control connection, may arrive later than this.
+    the chunk before was given up, and the Abort for it, on the control connection, may arrive later than this. `level`:
+    of the codec (kv_transfer.codecs), whose payload of `coded_nbytes` the message carries in place of the bytes; empty
+    for the bytes themselves. Offsets, sizes and the checksum are those of the decoded bytes.
     """
 
     header: ChunkHeader
     offset: int
     nbytes: int
     is_after_cut: bool = False
+    level: str = ""
+    coded_nbytes: int = 0
+
+    @property
+    def wire_nbytes(self) -> int:
+        """Return the bytes that the message carries behind its meta."""
+        return self.coded_nbytes if self.level else self.nbytes
 
     @property
     def is_last(self) -> bool:

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-MAX_NBYTES_PER_S = 3e9
-"""A link that moves this many bytes a second is never compressed for: coders of one core make less than half of it."""
+MAX_NBYTES_PER_S = 1e9
+"""A link that moves this many bytes a second is never compressed for: a coder on one core is slower than that."""
 
 
 @dataclass(frozen=True, slots=True)

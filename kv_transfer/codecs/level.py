@@ -38,6 +38,12 @@ LEVELS = {
 }
 """The levels by name, the most exact first. A name says about how many bits a value takes."""
 
+EXACT_PAGES = 1
+"""The pages at the start of a prompt that every level keeps bit for bit.
+
+Its first tokens are attended to by all others (attention sinks), and unlike them.
+"""
+
 BY_NUMBER = {level.number: level for level in LEVELS.values()}
 
 

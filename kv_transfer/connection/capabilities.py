@@ -12,6 +12,8 @@ BEST_FIRST = ("nvlink", "shm", "ucx", "tcp")
 # For pages on devices: ucx packs them there, the two after it gather them into the host's memory.
 BEST_OF_DEVICES = ("nvlink", "ucx", "shm", "tcp")
 ONE_HOST = ("nvlink", "shm")
+COMPRESSED = ("tcp",)
+"""The transports whose messages may be compressed."""
 
 
 def capabilities_of(terms: Terms) -> TransferCapabilities:
@@ -45,6 +47,16 @@ def candidates(sender: Terms, receiver: Terms) -> list[str]:
         return [name for name in conversion.TRANSPORTS if name in shared]
     same_host, best_first = sender.boot_id == receiver.boot_id, _best_first(sender.memory)
     return [name for name in best_first if name in shared and (same_host or name not in ONE_HOST)]
+
+
+def common_levels(sender: Terms, receiver: Terms, transport: str) -> list[str]:
+    """Return the levels of compression that may be used on a link, the most exact first.
+
+    Compressed are bytes that wait for a network in the host's memory, so those over tcp, between equal number formats.
+    """
+    if transport not in COMPRESSED or conversion.narrows(sender.layout, receiver.layout):
+        return []
+    return [level for level in sender.levels if level in receiver.levels]
 
 
 def _best_first(memory: str) -> tuple[str, ...]:

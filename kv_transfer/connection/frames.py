@@ -36,7 +36,8 @@ class Terms(msgspec.Struct, frozen=True, tag="terms"):
     """The terms that each end has to offer.
 
     `transport`: the one that its operator requested; `available`: those it could use; `boot_id`: of its kernel;
-    `memory`: where its pages are, "host" or a kind of device; `plane_scales`: see device_pool.DevicePool.
+    `memory`: where its pages are, "host" or a kind of device; `plane_scales`: see device_pool.DevicePool; `levels`: of
+    compression that its operator allows.
     """
 
     layout: KVLayout
@@ -47,6 +48,7 @@ class Terms(msgspec.Struct, frozen=True, tag="terms"):
     checksum: bool
     memory: str = "host"
     plane_scales: list[float] = []
+    levels: list[str] = []
 
 
 class Open(msgspec.Struct, frozen=True, tag="open"):

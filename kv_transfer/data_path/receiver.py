@@ -8,13 +8,16 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 
+from contracts.errors import Corrupt
 from contracts.handoff import ChunkHeader, Commit
 from kv_transfer.chunks import checksum as integrity
 from kv_transfer.chunks.device_pool import PageScatter
 from kv_transfer.chunks.segment import KVSegment, read_meta
+from kv_transfer.data_path.compression import SegmentCodec
 from kv_transfer.data_path.grant import GrantTable
 from kv_transfer.data_path.sender import Key
 from kv_transfer.data_path.staging import Staging
@@ -61,9 +64,11 @@ class Receiver:
         on_arrived: Callable[[ChunkHeader], None],
         on_bad: Callable[[ChunkHeader, str], None],
         on_drained: Callable[[Key], None],
+        codec: SegmentCodec | None = None,
     ) -> None:
         self._grants, self._staging, self._channel = grants, staging, channel
         self._commit, self._on_arrived, self._on_bad, self._on_drained = commit, on_arrived, on_bad, on_drained
+        self._codec, self._decoded = codec, np.empty(0, dtype=np.uint8)
         self._assembly: ChunkAssembly | None = None
         self._being_written: deque[np.ndarray] = deque()  # the units of its chunk, for each segment
         self.nbytes = self.num_chunks = self.num_bad = self.num_stale = 0
@@ -96,10 +101,13 @@ class Receiver:
             assembly = self._assembly = self._begin(segment)
         taking = None
         if assembly.units is not None:
-            if reason := self._check(assembly, segment, slot):
-                self._bad(assembly, segment.header, reason)
+            try:
+                payload = self._payload(assembly, segment, slot)
+                self._check(assembly, segment, payload)
+            except Corrupt as error:
+                self._bad(assembly, segment.header, str(error))
             else:
-                taking = self._write(assembly, segment, slot)
+                taking = self._write(assembly, segment, payload)
         assembly.offset += segment.nbytes
         if segment.is_last:
             self._assembly = None
@@ -123,28 +131,39 @@ class Receiver:
             assembly.units = units
         return assembly
 
-    def _check(self, assembly: ChunkAssembly, segment: KVSegment, slot: Slot) -> str | None:
-        """Return why this segment must not be written, or None."""
+    def _payload(self, assembly: ChunkAssembly, segment: KVSegment, slot: Slot) -> Any:
+        """Return the bytes of a segment, decoded. Raises Corrupt if their number or their code is wrong."""
         unit_nbytes = self._staging.unit_nbytes
         if segment.nbytes <= 0 or segment.nbytes % unit_nbytes or segment.nbytes > len(slot.payload):
-            return f"a message of {segment.nbytes} bytes; pages are {unit_nbytes}"
+            raise Corrupt(f"a message of {segment.nbytes} bytes; pages are {unit_nbytes}")
         if segment.offset + segment.nbytes > assembly.header.nbytes:
-            return f"more bytes came than the {assembly.header.nbytes} announced"
-        checksum = self._staging.extend(assembly.checksum, slot.payload, segment.nbytes)
+            raise Corrupt(f"more bytes came than the {assembly.header.nbytes} announced")
+        if not segment.level:
+            return slot.payload
+        if self._codec is None or segment.level not in self._codec.levels:
+            raise Corrupt(f"level '{segment.level}' of compression was not agreed")
+        if len(self._decoded) < segment.nbytes:
+            self._decoded = np.empty(len(slot.payload), dtype=np.uint8)
+        coded, decoded = slot.payload[: segment.coded_nbytes], self._decoded[: segment.nbytes]
+        self._codec.decode(assembly.header, segment.offset // unit_nbytes, coded, decoded)
+        return decoded
+
+    def _check(self, assembly: ChunkAssembly, segment: KVSegment, payload: Any) -> None:
+        """Raise Corrupt if the checksum up to this segment, which is in no page yet, is not the sender's."""
+        checksum = self._staging.extend(assembly.checksum, payload, segment.nbytes)
         if checksum is not None:
             assembly.checksum = checksum
             if checksum != segment.header.checksum:
-                return f"checksum differs in the bytes up to {segment.offset + segment.nbytes}"
-        return None
+                raise Corrupt(f"checksum differs in the bytes up to {segment.offset + segment.nbytes}")
 
-    def _write(self, assembly: ChunkAssembly, segment: KVSegment, slot: Slot) -> Taking | None:
+    def _write(self, assembly: ChunkAssembly, segment: KVSegment, payload: Any) -> Taking | None:
         assert assembly.units is not None
         if not self._grants.enter(assembly.key):
             assembly.units = None
             return None
         # No `leave` if the device fails, which ends the link.
         first, size = segment.offset // self._staging.unit_nbytes, segment.nbytes // self._staging.unit_nbytes
-        unpacking = self._staging.unpack(slot.payload, assembly.units[first : first + size])
+        unpacking = self._staging.unpack(payload, assembly.units[first : first + size])
         if unpacking is not None:
             self._being_written.append(assembly.units)
             return Taking(unpacking, partial(self._finish, assembly, segment, unpacking))

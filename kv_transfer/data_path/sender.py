@@ -13,8 +13,10 @@ from contracts.handoff import ChunkHeader, Fin
 from contracts.ids import BlockId, Epoch, RequestId
 from kv_transfer.chunks import chunk_plan as plan
 from kv_transfer.chunks.segment import META_NBYTES, KVSegment, write_meta
+from kv_transfer.codecs.level import LEVELS
+from kv_transfer.data_path.compression import Compressor
 from kv_transfer.data_path.staging import Staging
-from kv_transfer.transports.base import Outbound
+from kv_transfer.transports.base import Outbound, Slot
 
 Key = tuple[RequestId, Epoch]
 
@@ -147,9 +149,11 @@ class Sender:
         send_fin: Callable[[Fin], None],
         on_sent: Callable[[Key, int, float, float], None],
         on_drained: Callable[[Key], None],
+        compressor: Compressor | None = None,
     ) -> None:
         self._queue, self._staging, self._channel, self._send_fin = queue, staging, channel, send_fin
         self._on_sent, self._on_drained = on_sent, on_drained
+        self._compressor = compressor
         self.nbytes = self.num_chunks = 0
         self.num_bad = self.num_stale = 0  # only the receiver counts these
         self.busy_s = 0.0
@@ -192,14 +196,39 @@ class Sender:
                 return None
             slot = self._channel.acquire()
             checksum = self._staging.pack(units[span.first : span.last], slot.payload, header.checksum)
-            header, nbytes = msgspec.structs.replace(header, checksum=checksum), span.num_units * unit_nbytes
-            write_meta(KVSegment(header, span.first * unit_nbytes, nbytes, self._has_cut), slot.meta)
+            piece = KVSegment(header, span.first * unit_nbytes, span.num_units * unit_nbytes, self._has_cut)
+            if self._compressor is None:
+                header = self._send_piece(slot, piece, checksum)
+            else:
+                header = self._send_compressed(self._compressor, slot, piece, checksum)
             self._has_cut = False
-            self._channel.send(slot, nbytes)
         return header.nbytes
+
+    def _send_piece(self, slot: Slot, piece: KVSegment, checksum: int) -> ChunkHeader:
+        """Send a segment whose bytes, or their payload, are in the slot; return its header with the checksum."""
+        header = msgspec.structs.replace(piece.header, checksum=checksum)
+        write_meta(msgspec.structs.replace(piece, header=header), slot.meta)
+        self._channel.send(slot, piece.wire_nbytes)
+        return header
+
+    def _send_compressed(self, compressor: Compressor, slot: Slot, piece: KVSegment, checksum: int) -> ChunkHeader:
+        """Send a segment at the level that pays; the checksum becomes that of what the receiver will decode."""
+        pages, first = slot.payload[: piece.nbytes], piece.offset // self._staging.unit_nbytes
+        level, payload = compressor.compress(piece.header, first, pages, piece.header.nbytes - piece.offset)
+        if level:
+            decoded = self._staging.extend(piece.header.checksum, pages, piece.nbytes)
+            checksum = checksum if decoded is None else decoded
+            pages[: len(payload)] = np.frombuffer(payload, dtype=np.uint8)
+            piece = msgspec.structs.replace(piece, level=level, coded_nbytes=len(payload))
+        header = self._send_piece(slot, piece, checksum)
+        compressor.sent(piece.wire_nbytes, level)
+        return header
 
 
 def check_sendable(header: ChunkHeader) -> None:
     """Raise ValueError now, in the caller's thread, if the header would not fit in front of a segment."""
     full = msgspec.structs.replace(header, checksum=0xFFFF_FFFF_FFFF_FFFF)
-    write_meta(KVSegment(full, header.nbytes, header.nbytes), np.zeros(META_NBYTES, dtype=np.uint8))
+    write_meta(
+        KVSegment(full, header.nbytes, header.nbytes, True, max(LEVELS, key=len), header.nbytes),
+        np.zeros(META_NBYTES, dtype=np.uint8),
+    )

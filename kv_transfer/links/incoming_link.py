@@ -23,9 +23,10 @@ from contracts.handoff import (
 from kv_transfer.chunks.device_pool import RemotePool
 from kv_transfer.connection import handshake
 from kv_transfer.connection import layout_negotiation as conversion
-from kv_transfer.connection.capabilities import candidates
-from kv_transfer.connection.frames import Hello
+from kv_transfer.connection.capabilities import candidates, common_levels
+from kv_transfer.connection.frames import Hello, Terms
 from kv_transfer.connection.handshake_socket import HandshakeSocket
+from kv_transfer.data_path.compression import SegmentCodec
 from kv_transfer.data_path.grant import GrantTable
 from kv_transfer.data_path.pull_receiver import PullReceiver
 from kv_transfer.data_path.receiver import Receiver
@@ -98,8 +99,15 @@ class IncomingLink(Link):
             self._on_arrived,
             self._on_bad,
             self._on_drained,
+            self._segment_codec(theirs),
         )
         self._serve(wire.sock, theirs, channel, receiver)
+
+    def _segment_codec(self, theirs: Terms) -> SegmentCodec | None:
+        """Return the codec of messages, if the peer may compress them."""
+        ours = self.parts.terms
+        levels = common_levels(theirs, ours, self.transport)
+        return SegmentCodec(ours.layout, conversion.num_parts(ours.layout, theirs.layout), levels) if levels else None
 
     def _pull_receiver_of(self, remote: RemotePool, checks: bool) -> PullReceiver:
         facts = self.grants, self.parts.layout, remote, checks, self._is_left

@@ -20,6 +20,7 @@ from contracts.ids import Incarnation, WorkerId
 from contracts.layout import KVLayout
 from kv_transfer import events
 from kv_transfer.chunks.device_pool import Pool
+from kv_transfer.codecs.level import allowed_levels
 from kv_transfer.connection.control_connection import PEER_CLOSED, ControlConnection
 from kv_transfer.connection.frames import Terms
 from kv_transfer.connection.handshake import Identity
@@ -87,6 +88,7 @@ class LinkParts:
             checksum=self.settings.checksum,
             memory=self.memory,
             plane_scales=list(self.plane_scales),
+            levels=allowed_levels(self.settings.kv_codec),
         )
 
 

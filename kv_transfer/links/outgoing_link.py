@@ -5,6 +5,7 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -30,14 +31,17 @@ from kv_transfer.chunks import checksum as integrity
 from kv_transfer.chunks import chunk_plan as plan
 from kv_transfer.connection import handshake
 from kv_transfer.connection import layout_negotiation as conversion
-from kv_transfer.connection.capabilities import candidates
+from kv_transfer.connection.capabilities import candidates, common_levels
 from kv_transfer.connection.handshake_socket import Deadline, HandshakeSocket
+from kv_transfer.data_path.compression import Compressor, SegmentCodec
 from kv_transfer.data_path.pull_sender import PullSender
 from kv_transfer.data_path.sender import ChunkJob, FinJob, Key, Sender, SendQueue, check_sendable
 from kv_transfer.data_path.staging import sender_staging
+from kv_transfer.events import LinkStats
 from kv_transfer.links.handoff_rate import HandoffRate
 from kv_transfer.links.link import Link, LinkParts
 from kv_transfer.transports.nvlink import SharedPool
+from kv_transfer.transports.tcp import TcpOutbound
 
 AT_ONCE = struct.pack("ii", 1, 0)
 """The SO_LINGER option with which a closed socket drops its unsent data.
@@ -58,6 +62,7 @@ class OutgoingLink(Link):
         self.was_asked = was_asked  # whether a request needs it; guarded by the node's lock
         self._num_parts = parts.layout.tp_size
         self._other_layout: KVLayout | None = None
+        self._compressor: Compressor | None = None
         super().__init__(parts, peer.worker_id, peer.incarnation, self.queue)
         self.thread = threading.Thread(
             target=self._run_to_the_end, args=(self._connect_and_serve,), name=f"kv-link-{peer.worker_id}", daemon=True
@@ -133,6 +138,12 @@ class OutgoingLink(Link):
             self._pull_sender.read(key)
             self._on_drained(key)
 
+    def stats(self) -> LinkStats:
+        stats = super().stats()
+        if self._compressor is None:
+            return stats
+        return replace(stats, level=self._compressor.level, wire_nbytes=self._compressor.wire_nbytes)
+
     @property
     def nbytes_per_s(self) -> float:
         return self._rate.nbytes_per_s
@@ -157,14 +168,11 @@ class OutgoingLink(Link):
             self._pull_sender = PullSender(self.queue, channel.mark, self.send, self._rate.reported)
             self._serve(sock, theirs, channel, self._pull_sender)
             return
-        sender = Sender(
-            self.queue,
-            sender_staging(channel, self.parts.pool, ring, ours, theirs),
-            channel,
-            self.send,
-            self._rate.sent,
-            self._on_drained,
-        )
+        staging = sender_staging(channel, self.parts.pool, ring, ours, theirs)
+        if isinstance(channel, TcpOutbound) and (levels := common_levels(ours, theirs, self.transport)):
+            segments = SegmentCodec(theirs.layout, self._num_parts, levels)
+            self._compressor = Compressor(segments, ring.slot_nbytes, lambda: channel.queued_nbytes)
+        sender = Sender(self.queue, staging, channel, self.send, self._rate.sent, self._on_drained, self._compressor)
         self._serve(sock, theirs, channel, sender)
 
     def _for_peer(self, header: ChunkHeader, pages: Sequence[BlockId], checksums: np.ndarray | None) -> ChunkHeader:

@@ -3,7 +3,10 @@
 Nothing in Python is faster between two hosts without RDMA.
 """
 
+import fcntl
 import socket
+import sys
+import termios
 from collections.abc import Callable
 
 import numpy as np
@@ -95,6 +98,12 @@ class TcpOutbound(_TcpChannel):
     def flush(self) -> None:
         pass
 
+    @property
+    def queued_nbytes(self) -> int:
+        """Return the bytes that were sent and of which the peer's host has not said that it has them."""
+        queued = fcntl.ioctl(self._sock.fileno(), termios.TIOCOUTQ, b"\0\0\0\0")
+        return int.from_bytes(queued, sys.byteorder)
+
 
 class TcpInbound(_TcpChannel):
     """The receiver's end."""
@@ -104,7 +113,7 @@ class TcpInbound(_TcpChannel):
 
     def receive(self, take: Take) -> None:
         self._fill(self._slot.meta)
-        nbytes = read_meta(self._slot.meta).nbytes
+        nbytes = read_meta(self._slot.meta).wire_nbytes
         if not 0 < nbytes <= len(self._slot.payload):
             raise PeerLost(f"a data message of {nbytes} bytes; the slot has {len(self._slot.payload)}")
         self._fill(self._slot.payload[:nbytes])

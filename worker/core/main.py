@@ -139,6 +139,7 @@ def transfer_settings(settings: WorkerSettings) -> TransferSettings:
     return TransferSettings(
         secret=settings.secret.get_secret_value().encode(),
         transport=settings.transfer,
+        kv_codec=settings.kv_codec,
         checksum=settings.transfer_checksum,
         host=settings.host,
         port=settings.transfer_port,

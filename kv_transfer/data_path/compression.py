@@ -1,0 +1,136 @@
+"""The compression of a link's segments: which pages they hold, and when a level pays."""
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from contracts.handoff import ChunkHeader
+from contracts.layout import KVLayout
+from kv_transfer.codecs import codec
+from kv_transfer.codecs.choice import MAX_NBYTES_PER_S, CodecRate, choose_level
+from kv_transfer.codecs.level import EXACT_PAGES, LEVELS
+from kv_transfer.codecs.numbers import from_float32
+from kv_transfer.codecs.page_format import PageFormat, PageRun, runs_of
+
+_TRIAL_PAGES = 32
+_TRIALS = 4  # of which the best counts: the first loads what it needs, others may be disturbed
+_MEMORY_S = 0.5
+"""The seconds after which a look at the link's bandwidth counts for half."""
+
+
+class SegmentCodec:
+    """The codec of one link's segments, at either end: `levels` are those that both ends allow.
+
+    Units are parts of pages of one plane, part by part and in each plane by plane, as HostStaging orders them. The
+    first pages of a prompt keep every bit at every level.
+    """
+
+    def __init__(self, layout: KVLayout, num_parts: int, levels: Sequence[str]) -> None:
+        group = layout.only_group
+        self.levels = list(levels)
+        self.format = PageFormat(group.dtype, group.num_kv_heads // num_parts, group.block_size, group.head_dim)
+        self._is_key = [name == "k" for name in group.planes] * (group.num_layers * num_parts)
+        self._layout = layout
+
+    def encode(self, header: ChunkHeader, first: int, pages: np.ndarray, level: str) -> bytes:
+        """Return the payload of the chunk's units from `first` on. `pages`: uint8, their bytes."""
+        runs = self._runs(header, first, len(pages) // self.format.page_nbytes)
+        return codec.encode(pages, runs, self.format, LEVELS[level])
+
+    def decode(self, header: ChunkHeader, first: int, payload: np.ndarray, out: np.ndarray) -> None:
+        """Write the units from `first` on to `out`, uint8 of their bytes. Raises Corrupt."""
+        runs = self._runs(header, first, len(out) // self.format.page_nbytes)
+        codec.decode(payload.data, runs, self.format, out)
+
+    def rates(self) -> dict[str, CodecRate]:
+        """Return what the levels do here, by a trial of some milliseconds on random values."""
+        values = np.random.default_rng(0).normal(size=_TRIAL_PAGES * self.format.num_items).astype(np.float32)
+        data, out = from_float32(values, self.format.dtype), np.empty(_TRIAL_PAGES * self.format.page_nbytes, np.uint8)
+        return {name: self._rate(name, data.copy(), out) for name in self.levels}
+
+    def _rate(self, name: str, data: np.ndarray, out: np.ndarray) -> CodecRate:
+        run = [PageRun(_TRIAL_PAGES, is_key=True)]
+        encode_s = decode_s = float("inf")
+        for _ in range(_TRIALS):
+            start = time.perf_counter()
+            payload = codec.encode(data, run, self.format, LEVELS[name])
+            middle = time.perf_counter()
+            codec.decode(memoryview(payload), run, self.format, out)
+            encode_s, decode_s = min(encode_s, middle - start), min(decode_s, time.perf_counter() - middle)
+        if not LEVELS[name].is_lossless:  # decoded at the sender too, for the checksum of what the receiver will have
+            encode_s += decode_s
+        return CodecRate(len(data) / len(payload), len(data) / encode_s, len(data) / decode_s)
+
+    def _runs(self, header: ChunkHeader, first: int, count: int) -> list[PageRun]:
+        num_pages = self._layout.num_blocks(header.num_tokens)
+        num_exact = max(0, EXACT_PAGES - header.first_token // self._layout.block_size)
+        return runs_of(first, first + count, num_pages, self._is_key, num_exact)
+
+
+class LinkBandwidth:
+    """The bytes a second that a link takes, from how fast its socket's queue drains.
+
+    Only times count at whose start and end there was a queue: then the link was the limit.
+    """
+
+    def __init__(self) -> None:
+        self._sent = self._drained = 0
+        self._was_queued, self._last_s = False, 0.0
+        self._nbytes = self._seconds = 0.0
+
+    @property
+    def nbytes_per_s(self) -> float:
+        """Return bytes a second; 0.0 while unknown."""
+        return self._nbytes / self._seconds if self._seconds > 0 else 0.0
+
+    def observe(self, sent_nbytes: int, queued_nbytes: int, now_s: float) -> None:
+        """Record that so many more bytes were given to the socket, and how many it still has."""
+        self._sent += sent_nbytes
+        drained = self._sent - queued_nbytes
+        if self._was_queued and queued_nbytes and now_s > self._last_s:
+            passed_s = now_s - self._last_s
+            kept = 0.5 ** (passed_s / _MEMORY_S)
+            self._nbytes = kept * self._nbytes + drained - self._drained
+            self._seconds = kept * self._seconds + passed_s
+        self._drained, self._was_queued, self._last_s = drained, queued_nbytes > 0, now_s
+
+
+class Compressor:
+    """The sender's choice of a level for each message of a link.
+
+    `queued_nbytes()`: how much of what was sent is still in the socket. `level`: of the last message that was
+    compressed; `wire_nbytes`: of all messages, as they were sent.
+    """
+
+    def __init__(self, segments: SegmentCodec, message_nbytes: int, queued_nbytes: Callable[[], int]) -> None:
+        self.segments, self.bandwidth, self._message_nbytes = segments, LinkBandwidth(), message_nbytes
+        self._queued_nbytes = queued_nbytes
+        self.level, self.wire_nbytes = "", 0
+        self._rates: dict[str, CodecRate] | None = None
+        self._scratch = np.empty(message_nbytes, dtype=np.uint8)
+
+    def compress(self, header: ChunkHeader, first: int, pages: np.ndarray, left_nbytes: int) -> tuple[str, bytes]:
+        """Return the level that pays for this message, and its payload; ("", b"") if none does.
+
+        For a lossy level `pages` become what the receiver will have. `left_nbytes`: of the chunk, from here on.
+        """
+        bandwidth = self.bandwidth.nbytes_per_s
+        if not 0 < bandwidth < MAX_NBYTES_PER_S:
+            return "", b""
+        if self._rates is None:
+            self._rates = self.segments.rates()
+        level = choose_level(left_nbytes, self._message_nbytes, bandwidth, self._rates, self.segments.levels)
+        payload = self.segments.encode(header, first, pages, level) if level else b""
+        if not level or len(payload) >= len(pages):
+            return "", b""
+        if not LEVELS[level].is_lossless:
+            decoded = self._scratch[: len(pages)]
+            self.segments.decode(header, first, np.frombuffer(payload, dtype=np.uint8), decoded)
+            pages[:] = decoded
+        return level, payload
+
+    def sent(self, nbytes: int, level: str) -> None:
+        """Record a message as it was given to the socket."""
+        self.level, self.wire_nbytes = level or self.level, self.wire_nbytes + nbytes
+        self.bandwidth.observe(nbytes, self._queued_nbytes(), time.perf_counter())
