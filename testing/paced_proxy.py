@@ -1,4 +1,4 @@
-"""A TCP proxy whose way to the server takes a given rate: a slow network for tests, without a kernel's help."""
+"""A TCP proxy whose way to the server is of a given rate: a slow network for tests."""
 
 import socket
 import threading
