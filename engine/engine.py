@@ -26,6 +26,7 @@ from engine.backend import Backend
 from engine.cache.block_pool import BlockPool
 from engine.cache.deferred_release import DeferredRelease
 from engine.cache.prefix_insertion import PrefixInserter
+from engine.cache.tiering import LowerTiers
 from engine.forward_pass import ForwardPass
 from engine.handoff import Handoff
 from engine.intake import Intake
@@ -66,7 +67,7 @@ class Engine:
         self.runner, self.sampler = backend.runner, sampler
         self._cache, self._close = cache, backend.close
         self.pool = pool = BlockPool(cache.num_blocks, cache.layout.block_size, settings.prefix_cache)
-        prefix_cache = PrefixInserter(pool, backend.caches_decoded_kv)
+        self._prefix_cache = prefix_cache = PrefixInserter(pool, backend.caches_decoded_kv)
         limits = SchedulerLimits(
             settings.max_num_seqs, budget, max_mixed_tokens, self.runner.graph_rows, settings.itl_objective_s
         )
@@ -97,6 +98,10 @@ class Engine:
     def transfer_pool(self) -> Any:
         """See engine.backend.PagedCache."""
         return self._cache.transfer_pool
+
+    def use_lower_tiers(self, tiers: LowerTiers) -> None:
+        """Look for prefixes in tiers below the pool from now on, and offer them what is computed."""
+        self.scheduler.lower_tiers = self._prefix_cache.lower_tiers = tiers
 
     def submit(self, request: EngineRequest) -> None:
         """Queue a request. Raises RequestError if it can never run, Overloaded when the queue is full."""
@@ -207,5 +212,7 @@ class Engine:
             holds = self.pool.holds(block)
             assert holds == expected[block], f"block {block} is held {holds} times, by {expected[block]} known holders"
         known = {sequence.request_id for sequence in self.sequences}
-        queued = {s.request_id for s in (*self.scheduler.waiting, *self.scheduler.running)}
+        queued = {
+            s.request_id for s in (*self.scheduler.waiting, *self.scheduler.running)
+        } | self.scheduler.loading.keys()
         assert queued <= known, f"scheduled but unknown: {sorted(queued - known)}"

@@ -139,7 +139,7 @@ class Handoff:
         """Return the blocks that are left to those that come before. Raises OutOfBlocks if there is no place."""
         num_reserved = self._table.count(Status.RESERVED)
         num_places, num_spare = self._scheduler.room_before(urgency, num_reserved)
-        if len(self._scheduler.running) + num_reserved + num_places >= self._max_num_seqs:
+        if self._scheduler.num_active + num_reserved + num_places >= self._max_num_seqs:
             raise OutOfBlocks(f"all {self._max_num_seqs} sequence slots are taken, by who runs or waits before")
         if self._scheduler.has_preempted_before(urgency):
             # Else a busy pair hands in prompts faster than it finds room to go on.

@@ -12,6 +12,7 @@ from contracts.sampling import SamplingParams
 
 class Status(StrEnum):
     WAITING = "waiting"
+    LOADING = "loading"
     RUNNING = "running"
     HELD = "held"
     ENDING = "ending"

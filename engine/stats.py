@@ -32,12 +32,12 @@ def engine_stats(
     counters: StepCounters,
 ) -> EngineStats:
     """Return how an engine stands now. `compiling`: the sequences that wait for their grammars."""
-    queued = (*scheduler.waiting, *scheduler.running, *compiling)
+    queued = (*scheduler.waiting, *scheduler.running, *scheduler.loading.values(), *compiling)
     num_answers = sum(sequence.is_decoding for sequence in scheduler.running)
     num_prompt_tokens = sum(len(s.tokens) - s.num_computed for s in queued if not s.is_decoding)
     return EngineStats(
         num_running=len(scheduler.running),
-        num_waiting=len(scheduler.waiting) + len(compiling),
+        num_waiting=len(scheduler.waiting) + len(scheduler.loading) + len(compiling),
         num_held=table.count(Status.HELD),
         num_reserved=table.count(Status.RESERVED),
         queue_tokens=sum(len(s.tokens) - s.num_computed for s in queued),

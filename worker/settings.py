@@ -59,6 +59,14 @@ class WorkerSettings(BaseSettings):
     kv_cache_mib: int = Field(
         0, ge=0, description="memory for the KV cache, of each GPU; 0: for 16384 tokens, on a GPU all that is free"
     )
+    kv_host_gib: float = Field(0.0, ge=0, description="memory that keeps KV which the cache has no room for; 0: none")
+    kv_disk: Path | None = Field(
+        None, description="folder that keeps KV over restarts, in one of its own for each role"
+    )
+    kv_disk_gib: float = Field(16.0, gt=0, description="most that a worker keeps in `kv_disk`")
+    kv_store: str = Field(
+        "", description="where workers share KV: redis://, rediss://, redis+cluster://HOST:PORT, file:///FOLDER"
+    )
     max_model_len: int = Field(0, ge=0, description="longest prompt plus answer, in tokens; 0: the model's")
     max_num_seqs: int = Field(0, ge=0, description="most sequences in one step; 0: 64, on a GPU 256")
     max_batched_tokens: int = Field(0, ge=0, description="token budget of one step; 0: 512, on a GPU 2048")

@@ -92,13 +92,18 @@ class BlockPool:
         """So many can be allocated once those `beside`, cached or held, are held too."""
         return count <= self.num_available - sum(block in self._evictable for block in beside)
 
-    def insert(self, block: int, digest: bytes, token_ids: Sequence[int]) -> None:
-        """Make a held, fully written block findable. A digest that is cached already keeps its first block."""
+    def insert(self, block: int, digest: bytes, token_ids: Sequence[int]) -> bool:
+        """Make a held, fully written block findable; return whether it is new.
+
+        A digest that is cached already keeps its first block.
+        """
         assert self._holds[block] > 0, f"block {block} enters the prefix cache without a holder"
-        if self._prefix_cache and digest not in self._by_digest and block not in self._cached:
+        is_new = self._prefix_cache and digest not in self._by_digest and block not in self._cached
+        if is_new:
             self._cached[block] = digest, _bytes_of(token_ids)
             self._by_digest[digest] = block
             self.num_gains += 1
+        return is_new
 
     def holds(self, block: int) -> int:
         return self._holds[block]

@@ -1,6 +1,7 @@
 """The way of computed blocks into the prefix cache."""
 
 from engine.cache.block_pool import BlockPool
+from engine.cache.tiering import LowerTiers, NewBlock
 from engine.sequence import Sequence
 
 MAX_LATE_BLOCKS = 16
@@ -13,8 +14,11 @@ to be computed again, enters then.
 class PrefixInserter:
     """The full blocks of sequences, findable in the pool once they are computed.
 
-    `caches_decoded_kv`: those of answers as well, see engine.backend.Backend.
+    `caches_decoded_kv`: those of answers as well, see engine.backend.Backend. What is new is offered to
+    `lower_tiers`, if there are any.
     """
+
+    lower_tiers: LowerTiers | None = None
 
     def __init__(self, pool: BlockPool, caches_decoded_kv: bool) -> None:
         self._pool, self._caches_decoded_kv = pool, caches_decoded_kv
@@ -36,5 +40,14 @@ class PrefixInserter:
         digests = sequence.extend_digests(size, num_full)
         for index in range(sequence.num_inserted_blocks, num_full):
             token_ids = sequence.tokens[index * size : (index + 1) * size]
-            self._pool.insert(sequence.blocks[index], digests[index], token_ids)
+            if self._pool.insert(sequence.blocks[index], digests[index], token_ids) and self.lower_tiers is not None:
+                self.lower_tiers.offer(
+                    NewBlock(
+                        block=sequence.blocks[index],
+                        generation=self._pool.generations[sequence.blocks[index]],
+                        digest=digests[index],
+                        parent=digests[index - 1] if index else None,
+                        first_token=index * size,
+                    )
+                )
         sequence.num_inserted_blocks = num_full

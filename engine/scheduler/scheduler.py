@@ -15,6 +15,7 @@ from operator import attrgetter
 
 from contracts.ids import RequestId
 from engine.cache.block_pool import BlockPool
+from engine.cache.tiering import LowerTiers, PrefixLoad
 from engine.scheduler.batch import Batch, ScheduledChunk
 from engine.scheduler.mixed_budget import MixedBudget
 from engine.sequence import Sequence, Status
@@ -63,7 +64,7 @@ class Scheduler:
     ) -> None:
         self._pool = pool
         self._limits = limits
-        self._before_preemption = before_preemption
+        self._before_preemption = self._on_loaded = before_preemption  # either way its blocks become findable
         self.mixed_budget = MixedBudget(
             limits.max_mixed_tokens, pool.block_size, limits.graph_rows, limits.itl_objective_s
         )
@@ -72,13 +73,20 @@ class Scheduler:
         self.claim: PendingReservation | None = None
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
+        self.loading: dict[RequestId, Sequence] = {}
+        self.lower_tiers: LowerTiers | None = None
         self.num_preemptions = 0
         self.num_prefix_queries = 0
         self.num_prefix_hits = 0
 
     @property
     def has_work(self) -> bool:
-        return bool(self.running or self.waiting)
+        return bool(self.running or self.waiting or self.loading)
+
+    @property
+    def num_active(self) -> int:
+        """Return how many have their pages: those that run, and those whose prefix is being loaded."""
+        return len(self.running) + len(self.loading)
 
     def has_preempted_before(self, urgency: tuple[int, int]) -> bool:
         preempted = (sequence for sequence in self.waiting if sequence.started or sequence.has_grown)
@@ -99,7 +107,7 @@ class Scheduler:
         first = self.waiting[0] if self.waiting else None
         if first is None or first.urgency > urgency or first.handoff:
             return 0, 0
-        num_blocks, num_growing = self._num_blocks(len(first.tokens)), len(self.running) + num_reserved + 1
+        num_blocks, num_growing = self._num_blocks(len(first.tokens)), self.num_active + num_reserved + 1
         return (1, num_blocks + 2 * num_growing) if self._may_begin(num_blocks, num_reserved) else (0, 0)
 
     def give_up(self, request_id: RequestId) -> None:
@@ -124,6 +132,9 @@ class Scheduler:
             self.running.remove(sequence)
         elif sequence.status is Status.WAITING:
             self.waiting.remove(sequence)
+        elif sequence.status is Status.LOADING and self.lower_tiers is not None:
+            self.lower_tiers.cancel(sequence.request_id)
+            del self.loading[sequence.request_id]
 
     def take_blocks(self, sequence: Sequence, num_tokens: int, num_spare: int) -> bool:
         """Give `sequence` blocks for so many tokens, the cached ones of its prompt first: those are computed.
@@ -151,6 +162,7 @@ class Scheduler:
         Takes the blocks that it needs, preempting if it must; empty if nothing can run. `num_reserved`: answers that
         are expected from elsewhere. They would wait for the step's end like those that run, and a place is theirs.
         """
+        self._end_loads()
         pieces = self._decodes()
         has_answers = len(pieces) + num_reserved > 0
         beside_answers = self.mixed_budget.prompt_tokens(len(pieces), self._num_waiting_tokens(has_answers))
@@ -238,12 +250,15 @@ class Scheduler:
 
     def _admit(self, budget: "_Budget", num_reserved: int) -> list[ScheduledChunk]:
         pieces = []
-        while self.waiting and len(self.running) + num_reserved < self._limits.max_num_seqs and budget.num_tokens > 0:
+        while self.waiting and self.num_active + num_reserved < self._limits.max_num_seqs and budget.num_tokens > 0:
             sequence = self.waiting[0]
             if sequence.handoff and budget.num_tokens < min(self._pool.block_size, len(sequence.tokens)):
                 break  # nothing of it could be computed
             if not self._finds_room(sequence, num_reserved):
                 break
+            if self._begins_to_load(sequence):
+                del self.waiting[0]
+                continue
             piece = self._chunk(sequence, budget.num_tokens)
             if piece is None or not budget.take(piece):
                 self._give_back(sequence)
@@ -251,9 +266,45 @@ class Scheduler:
             del self.waiting[0]
             self.resume(sequence)
             pieces.append(piece)
-            self.num_prefix_queries += len(sequence.tokens)
-            self.num_prefix_hits += sequence.num_computed
+            self._count_prefix(sequence)
         return pieces
+
+    def _begins_to_load(self, sequence: Sequence) -> bool:
+        """Return whether lower tiers fill pages of this sequence now; it runs once they have."""
+        if self.lower_tiers is None or sequence.num_scored < sequence.num_prompt:
+            return False
+        size = self._pool.block_size
+        first, last = sequence.num_computed // size, (len(sequence.tokens) - 1) // size
+        if first >= last:
+            return False
+        digests = sequence.extend_digests(size, last)
+        load = PrefixLoad(
+            request_id=sequence.request_id,
+            first_token=first * size,
+            parent=digests[first - 1] if first else None,
+            digests=digests[first:last],
+            blocks=sequence.blocks[first:last],
+        )
+        if not self.lower_tiers.begin(load):
+            return False
+        sequence.status = Status.LOADING
+        self.loading[sequence.request_id] = sequence
+        return True
+
+    def _end_loads(self) -> None:
+        """Run the sequences whose loads have ended, behind what was loaded."""
+        if self.lower_tiers is None or not self.loading:
+            return
+        for request_id, num_blocks in self.lower_tiers.finished():
+            sequence = self.loading.pop(request_id)
+            sequence.num_computed += num_blocks * self._pool.block_size
+            self._on_loaded(sequence)
+            self._count_prefix(sequence)
+            self.resume(sequence)
+
+    def _count_prefix(self, sequence: Sequence) -> None:
+        self.num_prefix_queries += len(sequence.tokens)
+        self.num_prefix_hits += sequence.num_computed
 
     def _claimed_before(self, sequence: Sequence, num_reserved: int) -> tuple[int, int]:
         """Places and blocks."""
@@ -268,7 +319,7 @@ class Scheduler:
         Blocks that no running sequence will set free are held, or being read by a peer: to leave room for who waits for
         those would keep an idle worker idle.
         """
-        return bool(self.running or num_reserved) or num_blocks <= self._pool.num_available
+        return bool(self.num_active or num_reserved) or num_blocks <= self._pool.num_available
 
     def _finds_room(self, sequence: Sequence, num_reserved: int) -> bool:
         """Blocks for the whole prompt.
@@ -278,9 +329,9 @@ class Scheduler:
         prompt.
         """
         num_places, num_claimed = self._claimed_before(sequence, num_reserved)
-        if len(self.running) + num_reserved + num_places >= self._limits.max_num_seqs:
+        if self.num_active + num_reserved + num_places >= self._limits.max_num_seqs:
             return False
-        num_spare = len(self.running) + num_claimed
+        num_spare = self.num_active + num_claimed
         tried = sequence, self._pool.num_gains, num_spare
         if tried == self._refused:
             return False

@@ -3,7 +3,6 @@
 import errno
 import fcntl
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -250,11 +249,3 @@ class DiskTier:
         if self._unwritable:
             _log.info("KV on disk keeps blocks again in %s", self._files.folder)
             self._unwritable = ""
-
-
-def free_nbytes(folder: Path) -> int:
-    """Return what is free on the disk of a folder that may not exist yet. Raises OSError."""
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    stat = os.statvfs(folder)
-    return stat.f_bavail * stat.f_frsize

@@ -12,6 +12,7 @@ from engine.messages import ChunkScheduled, Started, StepObserver, StepOutput
 from kv_transfer.node import TransferNode
 from worker.core.attempt_table import AttemptTable
 from worker.core.front_link import FrontLink
+from worker.core.kv_tiers import KVTiers
 from worker.core.role import Attempt, RoleHandler
 from worker.core.status import StatusReporter
 from worker.messages import CoreFrame, GatewayGone, KnownPeers, Stop, ToCore, Work
@@ -56,6 +57,16 @@ class EngineCore(StepObserver):
         self._status = StatusReporter(engine, node, attempts, roles)
         self._stopping = self._is_stuck = False
         self._next_tick_s = self._next_rehearsal_s = 0.0
+
+    @property
+    def prefill_rate(self) -> float:
+        """Return the tokens of prompts that are computed per second; 0.0 while unknown."""
+        return self._status.prefill_rate
+
+    def use_tiers(self, tiers: KVTiers) -> None:
+        """Keep KV in tiers below the pool as well, and load it from there."""
+        self._engine.use_lower_tiers(tiers)
+        self._status.tiers = tiers
 
     def run(self) -> None:
         """Run until the front sends Stop. Raises FrontDisconnected when the front is gone."""

@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 
 from contracts.errors import ConfigError
 from contracts.ids import Incarnation, WorkerId
@@ -25,6 +25,7 @@ from worker.core.attempt_table import AttemptTable
 from worker.core.engine_core import EngineCore
 from worker.core.front_link import FrontDisconnected, FrontLink
 from worker.core.role import RoleHandler
+from worker.core.tier_choice import open_tiers
 from worker.messages import CoreFailed, CoreReady, Loading, Start, Stop
 from worker.settings import WorkerSettings
 
@@ -87,9 +88,13 @@ def serve(
             attempts = AttemptTable()
             roles, keep_warm = make_roles(settings, me, engine, node, attempts), make_keeper(node, engine.layout)
             core = EngineCore(me, engine, node, roles, attempts, link, keep_warm=keep_warm)
-            freeze_startup_objects()
-            link.send(ready_of(engine, node))
-            core.run()
+            with ExitStack() as stack:
+                if tiers := open_tiers(settings, engine, lambda: core.prefill_rate, link.wake):
+                    stack.callback(tiers.close)
+                    core.use_tiers(tiers)
+                freeze_startup_objects()
+                link.send(ready_of(engine, node))
+                core.run()
 
 
 def transfer_keeper(node: TransferNode, layout: KVLayout) -> Callable[[], None]:

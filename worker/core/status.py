@@ -10,6 +10,7 @@ from kv_transfer.events import LinkStats
 from kv_transfer.node import TransferNode
 from process.garbage_collector import COLLECTIONS
 from worker.core.attempt_table import AttemptTable
+from worker.core.kv_tiers import KVTiers
 from worker.core.role import RoleHandler
 from worker.messages import CoreStatus, LinkStatus
 
@@ -64,6 +65,7 @@ class StatusReporter:
         self._steps = [0] * (len(STEP_TOKENS) + 1)
         self._due_s = 0.0
         self._checked: EngineStats | None = None
+        self.tiers: KVTiers | None = None
         self._prefill = Rate()
         self._decode = Rate()
 
@@ -80,6 +82,11 @@ class StatusReporter:
         self._prefill.add(num_prefill_tokens, span_s, min(FULL_TOKENS, most // 2))
         self._decode.add(num_decode_tokens, span_s)
 
+    @property
+    def prefill_rate(self) -> float:
+        """Return the tokens of prompts that are computed per second; 0.0 while unknown."""
+        return self._prefill.value
+
     def due(self, now: float) -> CoreStatus | None:
         self._num_turns += 1
         if now < self._due_s:
@@ -95,12 +102,21 @@ class StatusReporter:
             num_turns=self._num_turns,
             num_steps=self._num_steps,
             load=load,
-            counters=counters | _engine_counters(stats) | self._own_counters(),
-            gauges=_engine_gauges(stats) | self._own_gauges() | {"bad_paths": len(load.bad_paths)},
+            counters=counters | _engine_counters(stats) | self._own_counters() | self._tier_counters(),
+            gauges=_engine_gauges(stats)
+            | self._own_gauges()
+            | {"bad_paths": len(load.bad_paths)}
+            | self._tier_gauges(),
             links=[_link_status(stats) for stats in self._node.stats()],
             is_clean=self._is_clean(stats),
             broken=self._node.broken,
         )
+
+    def _tier_counters(self) -> dict[str, float]:
+        return {} if self.tiers is None else self.tiers.counters()
+
+    def _tier_gauges(self) -> dict[str, float]:
+        return {} if self.tiers is None else self.tiers.gauges()
 
     def _own_counters(self) -> dict[str, float]:
         return {

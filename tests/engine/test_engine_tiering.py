@@ -1,0 +1,60 @@
+"""The decision what is loaded and what is computed: by the sum of times, never by hope."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.cache.tiering import LoadPart, TierOffer, TierRate, compute_seconds, plan_load
+
+RATE = 1000.0
+"""Tokens computed per second: a block of 16 takes 16 ms."""
+
+
+def test_loads_each_block_from_the_fastest_tier_that_holds_it():
+    offers = [TierOffer("disk", 10, 0.001, 0.002), TierOffer("host", 4, 0.0, 0.0001), TierOffer("store", 10, 0.0, 0.01)]
+    plan = plan_load(offers, 0, 16, RATE)
+    assert plan.parts == (LoadPart("host", 0, 4), LoadPart("disk", 4, 10))
+    assert plan.num_blocks == 10
+    assert abs(plan.load_s - (4 * 0.0001 + 0.001 + 6 * 0.002)) < 1e-12
+    assert plan.limit_s == 1.1 * compute_seconds(0, 160, RATE)
+
+
+def test_computes_what_a_slow_tier_would_take_longer_for():
+    offers = [TierOffer("host", 4, 0.0, 0.0001), TierOffer("store", 10, 0.0, 0.05)]
+    assert plan_load(offers, 0, 16, RATE).parts == (LoadPart("host", 0, 4),)
+    assert plan_load(offers[1:], 0, 16, RATE).parts == ()
+    assert plan_load([], 0, 16, RATE).limit_s == 0.0
+
+
+def test_a_short_prefix_does_not_pay_a_long_latency():
+    assert not plan_load([TierOffer("store", 1, 0.05, 0.0001)], 0, 16, RATE).parts
+    assert plan_load([TierOffer("store", 8, 0.05, 0.0001)], 0, 16, RATE).parts
+
+
+OFFERS = st.lists(
+    st.builds(TierOffer, st.sampled_from("abc"), st.integers(0, 40), st.floats(0, 0.5), st.floats(1e-6, 0.1)),
+    max_size=4,
+)
+
+
+@given(OFFERS, st.integers(0, 8000))
+def test_a_plan_is_a_prefix_without_gaps_that_saves_time(offers: list[TierOffer], first_token: int):
+    plan = plan_load(offers, first_token, 16, RATE)
+    ends = [0, *(part.last for part in plan.parts)]
+    assert [part.first for part in plan.parts] == ends[:-1] and ends == sorted(set(ends))
+    if plan.parts:
+        assert plan.load_s < plan.compute_s == compute_seconds(first_token, plan.num_blocks * 16, RATE)
+        assert plan.num_blocks <= max(offer.num_held for offer in offers)
+
+
+def test_later_tokens_are_dearer():
+    assert compute_seconds(8192, 16, RATE) > compute_seconds(0, 16, RATE)
+
+
+def test_a_tier_is_tried_again_after_a_bad_spell():
+    rate = TierRate(1e9, 0.0)
+    for _ in range(30):
+        rate.add(1 << 20, 1.0)
+    assert rate.nbytes_per_s < 2e6
+    for _ in range(500):
+        rate.passed_over()
+    assert rate.nbytes_per_s == 1e9

@@ -1,0 +1,57 @@
+"""The tiers that settings ask for."""
+
+from collections.abc import Callable
+
+from contracts.errors import ConfigError
+from contracts.kv_store import KVStore
+from contracts.layout import KVLayout
+from engine.engine import Engine
+from engine.loader import resolve_device
+from kv_transfer.chunks.block_record import max_record_nbytes
+from kv_transfer.tiers.disk import DiskTier
+from kv_transfer.tiers.host_memory import HostMemoryTier
+from kv_transfer.tiers.remote_store import open_remote_store
+from process.memory_limit import available_nbytes
+from worker.core.kv_tiers import KVTiers
+from worker.settings import WorkerSettings
+
+GIB = 1 << 30
+
+
+def open_tiers(
+    settings: WorkerSettings, engine: Engine, tokens_per_s: Callable[[], float], wake: Callable[[], None]
+) -> KVTiers | None:
+    """Return the tiers that settings ask for, the fastest first; None if they ask for none.
+
+    Raises ConfigError, which names the setting, for one that can't be.
+    """
+    if not (settings.kv_host_gib or settings.kv_disk or settings.kv_store):
+        return None
+    if resolve_device(settings.device) != "cpu":
+        raise ConfigError(
+            "kv_host_gib, kv_disk and kv_store keep the KV of workers on the CPU so far: leave them out for a GPU"
+        )
+    if len(engine.layout.groups) != 1:
+        raise ConfigError(
+            f"kv_host_gib, kv_disk and kv_store keep KV of one group of layers, not {engine.layout.groups}"
+        )
+    tiers: list[KVStore] = []
+    if settings.kv_host_gib:
+        tiers.append(_host_tier(settings.kv_host_gib, engine.layout))
+    if settings.kv_disk:
+        if not settings.kv_disk.is_absolute():
+            raise ConfigError(f"kv_disk is '{settings.kv_disk}'; it must be an absolute path")
+        folder = settings.kv_disk / settings.role
+        tiers.append(DiskTier(folder, engine.layout.shared_id.hex(), int(settings.kv_disk_gib * GIB)))
+    if settings.kv_store:
+        tiers.append(open_remote_store(settings.kv_store))
+    return KVTiers(tiers, engine.layout, engine.pool_bytes, engine.pool.generations, tokens_per_s, wake)
+
+
+def _host_tier(gib: float, layout: KVLayout) -> HostMemoryTier:
+    nbytes, slot_nbytes, available = int(gib * GIB), max_record_nbytes(layout), available_nbytes()
+    if nbytes < slot_nbytes:
+        raise ConfigError(f"kv_host_gib is {gib}; one block takes {slot_nbytes / GIB:.6f} GiB: raise it")
+    if nbytes > available:
+        raise ConfigError(f"kv_host_gib is {gib}; {available / GIB:.1f} GiB are available: lower it")
+    return HostMemoryTier(nbytes, slot_nbytes)
