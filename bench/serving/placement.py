@@ -8,6 +8,7 @@ COMMIT`. Workers are names in a real Redis server, which change once a second as
 
 import argparse
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -25,12 +26,12 @@ GATEWAYS = (1, 4)
 PROMPT_TOKENS = 8192
 NUM_PROMPTS = 32
 """Prompts that come again: as many conversations."""
-NUM_PLACED = 48
-"""Placements of each gateway that are measured."""
+NUM_ALONE, NUM_PLACED = 300, 100
+"""Placements that are measured where nothing else is asked of Redis, and of each gateway while it reads as well."""
 RATE = 25.0
 """Placements a second of each gateway."""
 CAPACITY_TOKENS = 4_000_000
-MAX_NOTED = 20_000
+MAX_NOTED = 100_000
 PLACING = ("place", "prefixes", "claim")
 """The scripts of a placement: those of today, or the one that there was."""
 
@@ -52,7 +53,9 @@ def main() -> int:
         for num_gateways in GATEWAYS
         for row in _rows(num_workers, num_gateways, options.before)
     ]
-    config = {"prompt": PROMPT_TOKENS, "prompts": NUM_PROMPTS, "placed": NUM_PLACED, "rate": RATE}
+    config = {
+        "prompt": PROMPT_TOKENS, "prompts": NUM_PROMPTS, "placed alone": NUM_ALONE, "placed": NUM_PLACED, "rate": RATE
+    }  # fmt: skip
     write_result(options.out, "placement", rows, config)
     return 0
 
@@ -212,9 +215,12 @@ async def _place(given: dict[str, Any]) -> dict[str, Any]:
     for index in range(NUM_PROMPTS):
         await placement.place(RequestId(f"{gateway}-warm-{index}"), Epoch(1), prompts[index], 256, ())
     own_s: list[float] = []
+    num_placed = NUM_PLACED if given["reads"] else NUM_ALONE
+    gc.collect()
+    gc.freeze()  # as a gateway does once it is ready
     async with Redis.from_url(given["url"], socket_timeout=60) as redis:
         await _note_durations(redis)
-        for index in range(NUM_PLACED):
+        for index in range(num_placed):
             began_s, own = time.monotonic(), time.process_time()
             await placement.place(RequestId(f"{gateway}-{index}"), Epoch(1), prompts[index * 31 % NUM_PROMPTS], 256, ())
             own_s.append(time.process_time() - own)
@@ -235,7 +241,7 @@ def _read_no_more() -> None:
         from coordinator.placement import placer
     except ImportError:
         return
-    placer.CHANGES_PERIOD_S = placer.MAX_AGE_S = 1e9
+    placer.CHANGES_PERIOD_S = placer.MIN_PERIOD_S = placer.MAX_AGE_S = 1e9
 
 
 async def _note_durations(redis: Any) -> None:
