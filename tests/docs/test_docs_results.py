@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.report import readme_table, vllm_comparison
+from bench.report import kv_codec_table, readme_table, vllm_comparison
 from bench.report.marked_block import read_block
 from bench.report.result import RESULTS
 from tests.docs.fences import HISTORY, PAGES, ROOT, page_name
@@ -49,3 +49,8 @@ def test_a_result_that_is_kept_is_named() -> None:
 def test_a_peer_was_measured_in_the_same_run(file: Path) -> None:
     peers = {str(row["peer"]) for row in json.loads(file.read_text())["rows"]}
     assert [peer for peer in peers if re.search(r"quoted|(other|another) run", peer)] == []
+
+
+def test_the_table_of_codec_levels_is_what_its_result_file_says() -> None:
+    """`python -m bench.report.kv_codec_table` writes it anew."""
+    assert read_block(kv_codec_table.PAGE, kv_codec_table.MODULE) == kv_codec_table.table()
