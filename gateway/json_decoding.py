@@ -25,7 +25,8 @@ def converted(fields: dict[str, Any], kind: type[Kind], at: str = "") -> Kind:
         message, path = _parts(str(error))
         place = (at + _with_key(path, fields, kind)).removeprefix(".")
         param = ".".join(part for part in (place, _missing(message)) if part) or None
-        message = _told(message, list(_types_at(kind, re.findall(r"\.(\w+)", path))))
+        names = re.findall(r"\.(\w+)", path)
+        message = _told(message, list(_types_at(kind, names)), list(_types_at(kind, names[:-1])))
         raise RequestError(f"{param}: {message}" if param else message, param) from error
 
 
@@ -114,8 +115,14 @@ def _is_object(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
 
 
-def _told(message: str, types: Sequence[Any]) -> str:
-    """Return msgspec's message, with the words that a field takes, or the pattern of a text in words."""
+def _told(message: str, types: Sequence[Any], owners: Sequence[Any]) -> str:
+    """Return msgspec's message, with the words that a field takes, or the pattern of a text in words.
+
+    `owners`: the objects that the field may be of, which it may tell apart.
+    """
+    if message.startswith("Invalid value"):
+        tags = dict.fromkeys(repr(kind.__struct_config__.tag) for kind in owners if _is_object(kind))
+        return f"{message}; allowed: {', '.join(tags)}"
     if message.startswith("Expected `str` matching regex"):
         patterns = [kind.description for kind in types if isinstance(kind, msgspec.Meta) and kind.description]
         return f"Expected {patterns[0]}" if patterns else message

@@ -55,10 +55,19 @@ class CalledFunction(msgspec.Struct):
     arguments: str
 
 
-class ToolCall(msgspec.Struct):
+class ToolCall(msgspec.Struct, tag_field="type", tag="function"):
     id: str
-    type: Literal["function"]
     function: CalledFunction
+
+
+class CalledCustomTool(msgspec.Struct):
+    name: str
+    input: str
+
+
+class CustomToolCall(msgspec.Struct, tag_field="type", tag="custom"):
+    id: str
+    custom: CalledCustomTool
 
 
 class ChatMessage(msgspec.Struct):
@@ -67,7 +76,7 @@ class ChatMessage(msgspec.Struct):
     refusal: None
     reasoning: str | msgspec.UnsetType | None = msgspec.UNSET
     reasoning_content: str | msgspec.UnsetType | None = msgspec.UNSET
-    tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[ToolCall | CustomToolCall] | msgspec.UnsetType = msgspec.UNSET
 
 
 class PromptLogprob(msgspec.Struct):

@@ -7,7 +7,7 @@ from gateway.generation.generation_state import OutputDelta
 from gateway.prompting.chat_template import Prompting
 from gateway.reasoning.reasoning_format import ReasoningFormat, ReasoningParser
 from gateway.tool_calling.events import OutputEvent, ReasoningDelta, ToolCallFinished
-from gateway.tool_calling.tool_choice import Calling
+from gateway.tool_calling.tool_choice import Calling, CustomFunction
 from gateway.tool_calling.tool_format import ToolFormat
 
 
@@ -16,13 +16,14 @@ class OutputParserSpec:
     """The way in which the answers to one request are read.
 
     `begun`: what the prompt has begun of the answers, as `thinking` knows it. `names`: of the functions that may be
-    called, not their schemas, which may be large. `form`: None if there are no tools to call; `thinking`: None if the
-    model is not known to think aloud.
+    called, not their schemas, which may be large; `custom_names`: of those that take text. `form`: None if there are
+    no tools to call; `thinking`: None if the model is not known to think aloud.
     """
 
     thinking: ReasoningFormat | None = None
     begun: str = ""
     names: frozenset[str] = frozenset()
+    custom_names: frozenset[str] = frozenset()
     in_parallel: bool = True
     form: ToolFormat | None = None
 
@@ -45,9 +46,11 @@ def parser_spec(prompting: Prompting, begun: str, calling: Calling | None) -> Ou
     """None: there is nothing to tell apart."""
     if prompting.thinking is None and calling is None:
         return None
-    names = frozenset() if calling is None else frozenset(function.name for function in calling.functions.values())
+    functions = [] if calling is None else list(calling.functions.values())
+    names = frozenset(function.name for function in functions)
+    custom = frozenset(function.name for function in functions if isinstance(function, CustomFunction))
     in_parallel = calling is None or calling.in_parallel
-    return OutputParserSpec(prompting.thinking, begun, names, in_parallel, prompting.tool_form)
+    return OutputParserSpec(prompting.thinking, begun, names, custom, in_parallel, prompting.tool_form)
 
 
 class OutputParser:

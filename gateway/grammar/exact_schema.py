@@ -65,10 +65,10 @@ def without_nul(pattern: str) -> str:
 
 def _end_of_token(pattern: str, at: int) -> int:
     match = _OUTSIDE.match(pattern, at)
-    return _end_of_class(pattern, at) if match is None else match.end()
+    return end_of_class(pattern, at) if match is None else match.end()
 
 
-def _end_of_class(pattern: str, at: int) -> int:
+def end_of_class(pattern: str, at: int) -> int:
     """The pattern's own end if it has none."""
     depth = 0
     for match in _IN_CLASS.finditer(pattern, at):

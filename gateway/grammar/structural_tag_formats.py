@@ -127,7 +127,6 @@ Format = (
     | TriggeredTagsFormat
     | TagsWithSeparatorFormat
 )
-TYPES = tuple(str(kind.__struct_config__.tag) for kind in Format.__args__)
 
 
 class StructuralTag(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,7 +16,6 @@ from gateway.grammar.field_grammar import WHITE_SPACE, FieldGrammar, grammar_of_
 from gateway.grammar.lark_text import terms
 from gateway.grammar.string_formats import without_unknown_formats
 from gateway.grammar.structural_tag_formats import (
-    TYPES,
     AnyTextFormat,
     ConstStringFormat,
     Format,
@@ -63,10 +62,6 @@ def _read(given: dict[str, Any], param: str) -> Format:
         return converted(given, StructuralTag, param).format
     except RecursionError as error:
         raise RequestError(f"{param} is nested too deeply", param) from error
-    except RequestError as error:
-        if not str(error.param).endswith(".type"):
-            raise
-        raise RequestError(f"{error}; supported: {', '.join(TYPES)}", error.param) from error
 
 
 def _text_of(given: dict[str, Any], param: str) -> str:

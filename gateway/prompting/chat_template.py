@@ -23,7 +23,7 @@ from gateway.reasoning.reasoning_format import ReasoningFormat
 from gateway.reasoning.registry import thinking_of
 from gateway.tokenization.tokenizer import PromptTokenizer
 from gateway.tool_calling.registry import ParserName, form_of
-from gateway.tool_calling.tool_choice import Tool, described
+from gateway.tool_calling.tool_choice import AnyTool, described
 from gateway.tool_calling.tool_format import ToolFormat
 from gateway.tool_calling.tool_prompt import plain_messages
 from process.deep_stack_threads import DeepThreads
@@ -47,7 +47,7 @@ class Conversation(Protocol):
     def chat_template_kwargs(self) -> dict[str, Any] | None: ...
 
     @property
-    def tools(self) -> Sequence[Tool] | None: ...
+    def tools(self) -> Sequence[AnyTool] | None: ...
 
     @property
     def reasoning_effort(self) -> str | None: ...

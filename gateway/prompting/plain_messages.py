@@ -41,8 +41,11 @@ def plain_message(index: int, message: Message, joint: str) -> PlainMessage:
 
 def _made(call: MadeCall, param: str) -> dict[str, Any]:
     """Return the call as chat templates know one: with arguments that are an object."""
-    given, at = call.function.arguments, f"{param}.function.arguments"
+    function = call.called(param)
+    given, at = function.arguments, f"{param}.function.arguments"
+    if call.type == "custom":
+        at = f"{param}.custom.input"
     arguments = arguments_of(given) if isinstance(given, str) else given
     if not is_text(arguments):
         raise RequestError(f"{at} has half of a surrogate pair in it, which is no text", at)
-    return {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": arguments}}
+    return {"id": call.id, "type": "function", "function": {"name": function.name, "arguments": arguments}}

@@ -8,6 +8,14 @@ import msgspec
 from msgspec import Meta
 
 from contracts.errors import RequestError
+from gateway.tool_calling.custom_tools import (
+    INPUT,
+    PARAMETERS,
+    FlatInputFormat,
+    InputFormat,
+    InputGrammar,
+    described_input,
+)
 
 # Python's $ lets a newline follow; the lookahead does not.
 FunctionName = Annotated[
@@ -24,9 +32,38 @@ class Function(msgspec.Struct, frozen=True, omit_defaults=True):
     strict: bool | None = None
 
 
-class Tool(msgspec.Struct, frozen=True):
-    type: Literal["function"]
+class CustomFunction(Function, frozen=True, kw_only=True):
+    """A tool that takes text, as the function that it is to a model.
+
+    `input_grammar`: what the text has to follow.
+    """
+
+    input_grammar: InputGrammar | None = None
+
+
+class Tool(msgspec.Struct, frozen=True, tag_field="type", tag="function"):
     function: Function
+
+
+class CustomDefinition(msgspec.Struct, frozen=True):
+    """The definition of a tool that takes text."""
+
+    name: FunctionName
+    description: str | None = None
+    format: InputFormat | None = None
+
+
+class CustomTool(msgspec.Struct, frozen=True, tag_field="type", tag="custom"):
+    """A tool that takes text."""
+
+    custom: CustomDefinition
+
+    @property
+    def function(self) -> CustomFunction:
+        """Return the function that it is to a model."""
+        grammar = None if self.custom.format is None else self.custom.format.grammar
+        words = described_input(self.custom.description, grammar)
+        return CustomFunction(self.custom.name, words, PARAMETERS, input_grammar=grammar)
 
 
 class FlatTool(Function, frozen=True, kw_only=True, omit_defaults=False):
@@ -35,41 +72,25 @@ class FlatTool(Function, frozen=True, kw_only=True, omit_defaults=False):
     type: Literal["function"]
 
     def nested(self) -> Tool:
-        return Tool("function", Function(self.name, self.description, self.parameters, self.strict))
+        return Tool(Function(self.name, self.description, self.parameters, self.strict))
 
 
 class FunctionChoice(msgspec.Struct, frozen=True):
     name: str
 
 
-class CustomTool(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool of the Responses API that takes free text.
-
-    `format`: what the text must look like, told in words.
-    """
+class FlatCustomTool(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A tool that takes text, as the Responses API has it."""
 
     type: Literal["custom"]
     name: FunctionName
     description: str | None = None
-    format: dict[str, Any] | None = None
+    format: FlatInputFormat | None = None
 
-    def nested(self) -> Tool:
-        """Return it as a function of one text: so chat templates and grammars know tools."""
-        words = [self.description or "", _rules(self.format or {})]
-        return Tool("function", Function(self.name, "\n".join(filter(None, words)) or None, CUSTOM_PARAMETERS))
-
-
-def _rules(form: dict[str, Any]) -> str:
-    is_grammar = form.get("type") == "grammar"
-    return f"The input follows this grammar ({form.get('syntax')}):\n{form.get('definition')}" if is_grammar else ""
-
-
-CUSTOM_PARAMETERS: dict[str, Any] = {
-    "type": "object",
-    "properties": {"input": {"type": "string"}},
-    "required": ["input"],
-    "additionalProperties": False,
-}
+    def nested(self, at: str) -> CustomTool:
+        """Return it as chat has it. Raises RequestError, naming a field in `at` that is missing."""
+        form = None if self.format is None else self.format.nested(f"{at}.format")
+        return CustomTool(CustomDefinition(self.name, self.description, form))
 
 
 class FlatChoice(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -89,10 +110,11 @@ class AllowedTools(msgspec.Struct, frozen=True):
 
 
 class NamedChoice(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A function that is to be called, or those that may be."""
+    """A tool that is to be called, or those that may be."""
 
-    type: Literal["function", "allowed_tools"]
+    type: Literal["function", "custom", "allowed_tools"]
     function: FunctionChoice | None = None
+    custom: FunctionChoice | None = None
     allowed_tools: AllowedTools | None = None
 
 
@@ -106,15 +128,32 @@ class MadeFunction(msgspec.Struct, frozen=True):
     arguments: str | dict[str, Any] = ""
 
 
+class MadeInput(msgspec.Struct, frozen=True):
+    """The call of a tool that takes text."""
+
+    name: str
+    input: str
+
+
 class MadeCall(msgspec.Struct, frozen=True):
-    """A call that an assistant's message tells of."""
+    """A call that an assistant's message tells of: of a function, or of a tool that takes text."""
 
-    function: MadeFunction
+    function: MadeFunction | None = None
     id: str | None = None
-    type: Literal["function"] = "function"
+    type: Literal["function", "custom"] = "function"
+    custom: MadeInput | None = None
+
+    def called(self, param: str) -> MadeFunction:
+        """Return it as a function's. Raises RequestError, naming the field in `param` that is missing."""
+        if self.type == "custom" and self.custom is not None:
+            return MadeFunction(self.custom.name, {INPUT: self.custom.input})
+        if self.type == "function" and self.function is not None:
+            return self.function
+        raise RequestError(f"{param}.{self.type} is missing", f"{param}.{self.type}")
 
 
-Tools = Annotated[list[Tool], Meta(max_length=1024)]
+AnyTool = Tool | CustomTool
+Tools = Annotated[list[AnyTool], Meta(max_length=1024)]
 FlatTools = Annotated[
     list[dict[str, Any]], Meta(max_length=1024, description="of type function or custom; others are skipped")
 ]
@@ -132,8 +171,8 @@ class Calling:
 
 
 def narrowed(
-    tools: Sequence[Tool] | None, choice: ToolChoice | None
-) -> tuple[Sequence[Tool] | None, ToolChoice | None]:
+    tools: Sequence[AnyTool] | None, choice: ToolChoice | None
+) -> tuple[Sequence[AnyTool] | None, ToolChoice | None]:
     """Return the tools that `choice` allows, and the choice among them.
 
     Raises RequestError, naming the field.
@@ -142,7 +181,7 @@ def narrowed(
     """
     if not isinstance(choice, NamedChoice):
         return tools, choice
-    part = choice.function if choice.type == "function" else choice.allowed_tools
+    part = getattr(choice, choice.type)
     if part is None:
         raise RequestError(f"'tool_choice' of type '{choice.type}' needs '{choice.type}'", f"tool_choice.{choice.type}")
     if isinstance(part, FunctionChoice):
@@ -156,14 +195,14 @@ def narrowed(
 
 
 def _allowed_name(entry: dict[str, Any], param: str) -> str:
-    function = entry.get("function", entry)
+    function = entry.get("function", entry.get("custom", entry))
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str) or not name:
         raise RequestError(f"{param} names no function", param)
     return name
 
 
-def calling_of(tools: Sequence[Tool] | None, choice: ToolChoice | None, in_parallel: bool | None) -> Calling | None:
+def calling_of(tools: Sequence[AnyTool] | None, choice: ToolChoice | None, in_parallel: bool | None) -> Calling | None:
     """None: the answer is not to call. Raises RequestError, naming the field."""
     functions = {index: tool.function for index, tool in enumerate(tools or ())}
     _require_sound(functions)
@@ -171,8 +210,9 @@ def calling_of(tools: Sequence[Tool] | None, choice: ToolChoice | None, in_paral
         raise RequestError("'tool_choice' needs 'tools'", "tool_choice")
     if not functions or choice == "none":
         return None
-    if isinstance(choice, NamedChoice) and choice.function is not None:
-        return Calling(_named(functions, choice.function.name), must=True, in_parallel=False)
+    if isinstance(choice, NamedChoice) and (named := choice.function or choice.custom) is not None:
+        wanted = _named(functions, named.name, f"tool_choice.{choice.type}.name")
+        return Calling(wanted, must=True, in_parallel=False)
     return Calling(functions, must=choice == "required", in_parallel=in_parallel is not False)
 
 
@@ -183,23 +223,21 @@ def schema_of(function: Function) -> dict[str, Any]:
     return function.parameters | {"type": "object"}
 
 
-def described(tool: Tool, needs_all_fields: bool = False) -> dict[str, Any]:
+def described(tool: AnyTool, needs_all_fields: bool = False) -> dict[str, Any]:
     """Return a tool as chat templates know it, without what concerns the server alone."""
-    plain = msgspec.to_builtins(msgspec.structs.replace(tool, function=_without_strict(tool.function)))
+    given = tool.function
+    shown = Function(given.name, given.description, given.parameters)
+    plain: dict[str, Any] = {"type": "function", "function": msgspec.to_builtins(shown)}
     if needs_all_fields:
         plain["function"].setdefault("description", "")
         plain["function"].setdefault("parameters", {"type": "object", "properties": {}})
     return plain
 
 
-def _without_strict(function: Function) -> Function:
-    return msgspec.structs.replace(function, strict=None)
-
-
 def _require_sound(functions: dict[int, Function]) -> None:
     first: dict[str, int] = {}
     for index, function in functions.items():
-        at = f"tools[{index}].function"
+        at = f"tools[{index}].{'custom' if isinstance(function, CustomFunction) else 'function'}"
         if (other := first.setdefault(function.name, index)) != index:
             raise RequestError(f"{at}.name: tools[{other}] has the name '{function.name}', too", f"{at}.name")
         kind = (function.parameters or {}).get("type", "object")
@@ -207,8 +245,8 @@ def _require_sound(functions: dict[int, Function]) -> None:
             raise RequestError(f"{at}.parameters: 'type' must be 'object', as arguments are", f"{at}.parameters")
 
 
-def _named(functions: dict[int, Function], name: str) -> dict[int, Function]:
+def _named(functions: dict[int, Function], name: str, param: str) -> dict[int, Function]:
     for index, function in functions.items():
         if function.name == name:
             return {index: function}
-    raise RequestError(f"'tool_choice' names '{name[:64]}', which is none of the tools", "tool_choice.function.name")
+    raise RequestError(f"'tool_choice' names '{name[:64]}', which is none of the tools", param)

@@ -117,7 +117,7 @@ def test_values_and_names_that_look_like_rules_stay():
 
 
 def test_it_holds_wherever_a_schema_does():
-    tools = [Tool("function", Function("go", parameters=BOTH, strict=True))]
+    tools = [Tool(Function("go", parameters=BOTH, strict=True))]
     strict = {"type": "json_schema", "json_schema": {"schema": BOTH, "strict": True}}
     wanted = msgspec.convert(strict, ResponseFormat)
     formatted = grammar_of(wanted, None)

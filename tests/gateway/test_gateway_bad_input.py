@@ -205,7 +205,7 @@ NAMED: list[tuple[tuple[str, bytes], str | None]] = [
     (say(content=[{"type": "text", "text": deep(50)}]), "messages[0].content[0].text"),
     (say(content=[{"type": "image_url", "image_url": {"url": "data:"}}]), "messages[0].content[0]"),
     (say(content=[{"type": "input_audio"}]), "messages[0].content[0]"),
-    (say(tool_calls=[{"id": "a"}]), "messages[0].tool_calls[0].function"),
+    (say(role="assistant", tool_calls=[{"id": "a"}]), "messages[0].tool_calls[0].function"),
     # other endpoints
     (("/tokenize", b"{}"), "prompt"),
     (("/tokenize", b'{"prompt": "a", "messages": [{"role": "user", "content": "a"}]}'), "prompt"),
@@ -226,7 +226,11 @@ TOLD: list[tuple[type[msgspec.Struct], dict[str, Any], str]] = [
     (ChatRequest, {"tool_choice": "sometimes"}, f"tool_choice: * 'sometimes'; allowed: {CHOICES}"),
     (ChatRequest, {"response_format": {"type": "xml"}}, f"response_format.type: * 'xml'; allowed: {FORMATS}"),
     (ChatRequest, {"messages": [*SAY, {"role": "alien"}]}, f"messages[1].role: * 'alien'; allowed: {ROLES}"),
-    (ChatRequest, {"tools": [{"type": "web_search"}]}, "tools[0].type: * 'web_search'; allowed: 'function'"),
+    (
+        ChatRequest,
+        {"tools": [{"type": "web_search"}]},
+        "tools[0].type: Invalid value 'web_search'; allowed: 'function', 'custom'",
+    ),
     (
         ChatRequest,
         {"tool_choice": "missing required field"},

@@ -12,6 +12,7 @@ from gateway.generation.generation_state import OutputDelta, ShownToken
 from gateway.generation.output_parser import OutputParser, OutputParserSpec
 from gateway.generation.usage import Usage
 from gateway.prompting.chat_template import Prompting
+from gateway.tool_calling.custom_tools import input_of
 from gateway.tool_calling.events import (
     ContentDelta,
     MalformedToolCall,
@@ -99,12 +100,15 @@ class ParsedChatFormatter:
     """A ChatFormatter that tells thoughts and calls from text.
 
     Owned by the one who writes it, who feeds each choice in order. `tells_thoughts`: whether the client wants them.
+    The input of a custom tool is told at once, when all of the JSON that holds it has come: by then it is in `_inputs`,
+    by choice and call.
     """
 
     chat: ChatFormatter
     reading: OutputParserSpec
     tells_thoughts: bool = True
     _read: dict[int, OutputParser] = field(init=False)
+    _inputs: dict[tuple[int, int], str] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self._read = defaultdict(self.reading.begin)
@@ -128,7 +132,7 @@ class ParsedChatFormatter:
     def chunk(self, piece: OutputDelta) -> list[dict[str, Any]]:
         """Empty while all of it is held back, or thought and nobody wants to know."""
         read = self._read[piece.index]
-        delta = self._delta(read.feed(piece))
+        delta = self._delta(piece.index, read.feed(piece))
         if not delta and not piece.shown and piece.finish is None:
             return []
         return [self.chat.delta(piece.index, delta, piece.shown, _finish(piece, read), piece.stop_reason)]
@@ -158,13 +162,21 @@ class ParsedChatFormatter:
     def encode(self, body: dict[str, Any]) -> bytes:
         return self.chat.encode(body)
 
-    def _delta(self, events: list[OutputEvent]) -> dict[str, Any]:
+    def _delta(self, choice: int, events: list[OutputEvent]) -> dict[str, Any]:
         """At most one entry a call: not every client adds up several of one chunk."""
+        inputs = self._inputs
         calls: dict[int, dict[str, Any]] = {}
         for event in events:
             match event:
                 case ToolCallStarted():
                     calls[event.index] = {"index": event.index, **self._call(event.name)}
+                    if event.name in self.reading.custom_names:
+                        inputs[choice, event.index] = ""
+                case ToolCallArguments() if (choice, event.index) in inputs:
+                    inputs[choice, event.index] += event.text
+                case ToolCallFinished() if (choice, event.index) in inputs:
+                    more = calls.setdefault(event.index, {"index": event.index, "custom": {}})
+                    more["custom"]["input"] = input_of(inputs.pop((choice, event.index)))
                 case ToolCallArguments():
                     more = calls.setdefault(event.index, {"index": event.index, "function": {"arguments": ""}})
                     more["function"]["arguments"] += event.text
@@ -196,6 +208,9 @@ class ParsedChatFormatter:
 
     def _call(self, name: str, arguments: str = "") -> dict[str, Any]:
         assert self.reading.form is not None, "nothing is read as a call without a form"
+        if name in self.reading.custom_names:
+            custom = {"name": name, "input": input_of(arguments) if arguments else ""}
+            return {"id": self.reading.form.new_id(), "type": "custom", "custom": custom}
         function = {"name": name, "arguments": arguments}
         return {"id": self.reading.form.new_id(), "type": "function", "function": function}
 

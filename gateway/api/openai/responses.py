@@ -25,7 +25,7 @@ from gateway.tool_calling.events import (
     ToolCallFinished,
     ToolCallStarted,
 )
-from gateway.tool_calling.tool_choice import CustomTool
+from gateway.tool_calling.tool_choice import FlatCustomTool
 
 
 @dataclass
@@ -51,7 +51,7 @@ class ResponsesFormatter:
 
     def __post_init__(self, request: ResponsesRequest) -> None:
         tools = honoured_tools(request)
-        self._custom = frozenset(tool.name for tool in tools if isinstance(tool, CustomTool))
+        self._custom = frozenset(tool.name for tool in tools if isinstance(tool, FlatCustomTool))
         asked = _asked(request) | {"tools": tools}
         self._asked = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in asked.items()}
         self._read = None if self.reading is None else self.reading.begin()

@@ -13,7 +13,8 @@ from gateway.json_decoding import converted, words_of
 from gateway.prompting.request_fields import ChatRequest, Message
 from gateway.tool_calling.tool_choice import (
     AllowedTools,
-    CustomTool,
+    AnyTool,
+    FlatCustomTool,
     FlatTool,
     FunctionChoice,
     MadeCall,
@@ -27,8 +28,14 @@ _PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal"
 _CALLS = ("function_call", "custom_tool_call")
 _RESULTS = ("function_call_output", "custom_tool_call_output")
 _ITEMS = ("message", "reasoning", *_CALLS, *_RESULTS)
-_TOOLS: dict[Any, type[FlatTool] | type[CustomTool]] = {"function": FlatTool, "custom": CustomTool}
-_NAMES = {"reasoning_effort": "reasoning.effort", ".function.": ".", ".allowed_tools.": "."}
+_TOOLS: dict[Any, type[FlatTool] | type[FlatCustomTool]] = {"function": FlatTool, "custom": FlatCustomTool}
+_NAMES = {
+    "reasoning_effort": "reasoning.effort",
+    ".function.": ".",
+    ".custom.format.grammar.": ".format.",
+    ".custom.": ".",
+    ".allowed_tools.": ".",
+}
 """What a conversation calls its fields -> what they are called here."""
 _NAMES_OF_FORMAT = {"response_format.json_schema": "text.format", "response_format": "text.format"}
 CallId = Annotated[str, Meta(min_length=1)]
@@ -67,7 +74,7 @@ def to_chat(request: ResponsesRequest) -> ChatRequest:
         raise RequestError("'input' is empty", "input")
     system = [] if request.instructions is None else [Message(role="system", content=request.instructions)]
     effort = None if request.reasoning is None else request.reasoning.effort
-    offered = None if request.tools is None else [tool.nested() for tool in honoured_tools(request)]
+    offered = None if request.tools is None else nested_tools(request)
     tools, choice = narrowed(offered, _choice(request))
     return ChatRequest(
         **shared
@@ -85,13 +92,22 @@ def to_chat(request: ResponsesRequest) -> ChatRequest:
     )
 
 
-def honoured_tools(request: ResponsesRequest) -> list[FlatTool | CustomTool]:
+def nested_tools(request: ResponsesRequest) -> list[AnyTool]:
+    """Return the tools that a model here can call as chat has them. Raises RequestError."""
+    places = [at for at, tool in enumerate(request.tools or ()) if tool.get("type") in _TOOLS]
+    return [
+        tool.nested() if isinstance(tool, FlatTool) else tool.nested(f"tools[{at}]")
+        for at, tool in zip(places, honoured_tools(request), strict=True)
+    ]
+
+
+def honoured_tools(request: ResponsesRequest) -> list[FlatTool | FlatCustomTool]:
     """Return those that a model here can call. Raises RequestError.
 
     Others (web_search, mcp, ...) run at OpenAI: the client goes on without them, and finds on the response which
     there were.
     """
-    honoured: list[FlatTool | CustomTool] = []
+    honoured: list[FlatTool | FlatCustomTool] = []
     for at, tool in enumerate(request.tools or ()):
         if not isinstance(given := tool.get("type"), str):
             raise RequestError(f"tools[{at}] needs 'type', a string", f"tools[{at}].type")

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gateway.tool_calling.call_parser import object_of
+from gateway.tool_calling.custom_tools import input_of
 
 Body = dict[str, Any]
 
@@ -119,9 +119,7 @@ class CustomCallItem(OutputItem):
 
     @property
     def input(self) -> str:
-        arguments = object_of(self.text) or {}
-        given = arguments.get("input")
-        return given if isinstance(given, str) else self.text
+        return input_of(self.text)
 
     def body(self) -> Body:
         told = "" if self.is_open else self.input
