@@ -166,7 +166,8 @@ class StepPipeline:
                 sequence.num_pending = 0
             sequence.tokens.append(token.token_id)
         num_prefill, num_decode = self._count(batch.chunks)
-        self._scheduler.mixed_budget.record(num_prefill, num_decode, span_s)
+        num_attended = float(sum(c.num_tokens * c.first_token for c in batch.chunks if not c.is_decode))
+        self._scheduler.mixed_budget.record(num_prefill, num_decode, span_s, num_attended)
         return StepOutput(
             started=batch.started,
             chunks=batch.done_chunks,

@@ -11,10 +11,8 @@ from collections.abc import Sequence as SequenceOf
 from engine.scheduler.batch import PROMPTS_SHARE, prompt_tokens_per_mixed_step
 from engine.scheduler.step_time_model import StepTimeModel
 
-HEADROOM = 0.85
-"""Steps aim at this share of the objective: of one size they differ by a sixth, by how much of a prompt is behind them
-(bench/results/2026-11-26-engine-gpu-mixed-ending-h200.md).
-"""
+HEADROOM = 0.95
+"""Steps aim at this share of the objective, since one in four is longer than foretold."""
 MIN_STRETCH = 1.5
 """Beside answers whose own step is as long as the objective, prompts still get a third of each step: else they would
 wait for the answers' end.
@@ -40,15 +38,16 @@ class MixedBudget:
         self._graph_rows, self._objective_s = graph_rows, objective_s
         self._times = StepTimeModel()
 
-    def record(self, num_prompt: int, num_answers: int, span_s: float) -> None:
-        """Learn from a step of so many tokens of prompts and so many answers."""
+    def record(self, num_prompt: int, num_answers: int, span_s: float, num_attended: float = 0.0) -> None:
+        """Learn from a step of so many tokens of prompts and so many answers; `num_attended`: see StepTimeModel."""
         if self._objective_s:
-            self._times.record(self._prompt_rows(num_prompt, num_answers), num_answers, span_s)
+            self._times.record(self._prompt_rows(num_prompt, num_answers), num_answers, num_attended, span_s)
 
-    def prompt_tokens(self, num_answers: int, num_waiting: int) -> int:
+    def prompt_tokens(self, num_answers: int, num_waiting: int, context: int = 0) -> int:
         """Return how many tokens of prompts the next step may compute.
 
-        `num_waiting`: the tokens of all prompts that are to be computed here.
+        `num_waiting`: the tokens of all prompts that are to be computed here; `context`: how many are before those of
+        the first.
         """
         most = max(prompt_tokens_per_mixed_step(self._max_tokens, num_answers), self._min_prompt)
         if not self._objective_s:
@@ -57,22 +56,23 @@ class MixedBudget:
         if not self._times.knows_prompts:
             first = int(self._max_tokens * PROMPTS_SHARE) - num_answers
             return sizes[bisect_left(sizes, first, hi=len(sizes) - 1)]
-        short = self._within_objective(sizes, num_answers)
+        short = self._within_objective(sizes, num_answers, context)
         return next(
             (size for size in sizes[short:] if self._drain_s(size, num_answers, num_waiting) <= MAX_DRAIN_S), most
         )
 
-    def _within_objective(self, sizes: SequenceOf[int], num_answers: int) -> int:
+    def _within_objective(self, sizes: SequenceOf[int], num_answers: int, context: int) -> int:
         """Return the index of the largest size whose step keeps to the objective, or else of the smallest."""
         alone_s = self._times.step_s(0, num_answers)
         aim_s = max(HEADROOM * self._objective_s, MIN_STRETCH * alone_s)
-        return max(0, bisect_left(sizes, True, key=lambda size: self._step_s(size, num_answers) > aim_s) - 1)
+        return max(0, bisect_left(sizes, True, key=lambda size: self._step_s(size, num_answers, context) > aim_s) - 1)
 
     def _drain_s(self, size: int, num_answers: int, num_waiting: int) -> float:
         return num_waiting * self._step_s(size, num_answers) / size
 
-    def _step_s(self, num_prompt: int, num_answers: int) -> float:
-        return self._times.step_s(self._prompt_rows(num_prompt, num_answers), num_answers)
+    def _step_s(self, num_prompt: int, num_answers: int, context: int = 0) -> float:
+        num_attended = float(num_prompt * context)
+        return self._times.step_s(self._prompt_rows(num_prompt, num_answers), num_answers, num_attended)
 
     def _sizes(self, num_answers: int, most: int) -> list[int]:
         """Return the tokens of prompts that fill a captured step, ascending, up to `most`."""

@@ -133,7 +133,7 @@ def test_whatever_was_seen_there_is_room_for_a_block_and_no_more_than_the_budget
 def test_more_rows_or_answers_are_never_foretold_to_be_quicker(steps):
     times = StepTimeModel()
     for step in steps:
-        times.record(*step)
+        times.record(step[0], step[1], 0.0, step[2])
     found = [times.step_s(rows, 8) for rows in (0, 64, 256, 1024, 4096)]
     assert found == sorted(found) and found[0] >= 0.0
     answers = [times.step_s(256, count) for count in (1, 8, 64, 256)]
