@@ -62,6 +62,16 @@ whose prompts still wait at prefill lose nothing: counted, too, a queue there ma
 worth sparing, and grew.
 """
 
+SPILL_WAIT_S = 0.04
+"""How much sooner a decode worker has to compute a prompt than all prefill workers, to be given it.
+
+So it gets what their queues cannot hold: at most a hundredth of the prompts of 1024 tokens at 40/s, a quarter of those
+of 8192 at 8/s, where one GPU cannot compute all. It is simulated (bench.serving.simulated_pair).
+"""
+
+SPILL_GAP_S = 0.015
+"""The longest step of prompts beside answers with which a decode worker computes any: it is there for short gaps."""
+
 TOP = 8
 """Pairs are made from the few cheapest of each side, if any two of these can exchange KV."""
 
@@ -164,6 +174,9 @@ def choose(
     roomy = sorted(roomy, key=lambda d: _decode_s(d, need_tokens))
     few = _cheapest(ready[:top], roomy[:top], num_tokens, need_tokens)
     pairs = few or _cheapest(ready, roomy, num_tokens, need_tokens)
+    # Only with a prefill worker there, which it relieves: a pool that lost them all is to be noticed.
+    takers = [d for d in roomy[:top] if may_take_prompts(d)]
+    pairs = sorted([*pairs, *((d, d) for d in takers)], key=lambda pair: offer(*pair, num_tokens, need_tokens).cost_s)
     return [offer(p, d, num_tokens, need_tokens) for p, d in _first_workers(pairs, num_offered)]
 
 
@@ -282,6 +295,14 @@ def _seconds(cost: WorkerCost, worker: Candidate, need_tokens: int) -> float:
     return cost.seconds(worker.pending_tokens, worker.num_decodes, tokens_over, worker.num_answers)
 
 
+def may_take_prompts(decode: Candidate) -> bool:
+    """Return whether a decode worker computes prompts in steps that its answers hardly notice, and has said so."""
+    gap_s = decode.prompt_tokens_per_mixed_step / decode.prefill_rate
+    return (
+        decode.role is WorkerRole.DECODE and 0 < gap_s <= SPILL_GAP_S and decode.pending_tokens <= max_pending(decode)
+    )
+
+
 def _stall_weight(worker: Candidate) -> float:
     gap_s = worker.prompt_tokens_per_mixed_step / worker.prefill_rate
     return STALL_WEIGHT * min(1.0, gap_s / LONG_GAP_S)
@@ -343,7 +364,7 @@ def _first_workers(pairs: list[Pair], num_workers: int) -> list[Pair]:
 def _base_s(prefill: Candidate, decode: Candidate, num_tokens: int) -> float:
     compute_s = _compute_s(prefill, num_tokens)
     if prefill.worker_id == decode.worker_id:
-        return compute_s + ITL_S
+        return compute_s + ITL_S + (SPILL_WAIT_S if decode.role is WorkerRole.DECODE else 0.0)
     return compute_s + ITL_S + _handoff_s(prefill, decode, num_tokens, compute_s)
 
 
