@@ -296,7 +296,7 @@ def _seconds(cost: WorkerCost, worker: Candidate, need_tokens: int) -> float:
 
 
 def may_take_prompts(decode: Candidate) -> bool:
-    """Return whether a decode worker computes prompts in steps that its answers hardly notice, and has said so."""
+    """Return whether a decode worker has said that its answers hardly notice the prompts it computes."""
     gap_s = decode.prompt_tokens_per_mixed_step / decode.prefill_rate
     return (
         decode.role is WorkerRole.DECODE and 0 < gap_s <= SPILL_GAP_S and decode.pending_tokens <= max_pending(decode)

@@ -39,7 +39,7 @@ class MixedBudget:
         self._times = StepTimeModel()
 
     def record(self, num_prompt: int, num_answers: int, span_s: float, num_attended: float = 0.0) -> None:
-        """Learn from a step of so many tokens of prompts and so many answers; `num_attended`: see StepTimeModel."""
+        """Learn from a step of so many tokens of prompts and answers; `num_attended`: see StepTimeModel."""
         if self._objective_s:
             self._times.record(self._prompt_rows(num_prompt, num_answers), num_answers, num_attended, span_s)
 

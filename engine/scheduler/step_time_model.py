@@ -65,7 +65,8 @@ class StepTimeModel:
 class _Line:
     """A line through upper quartiles of samples by size, the newer ones of more weight.
 
-    It never falls, nor is below zero; another figure of each sample may add to it in proportion. `from_zero`: one size alone gives a line through the origin, else a constant.
+    It never falls, nor is below zero; another figure of each sample may add to it in proportion. `from_zero`: one size
+    alone gives a line through the origin, else a constant.
     """
 
     def __init__(self, from_zero: bool = False) -> None:
@@ -116,7 +117,10 @@ class _Line:
 
 
 def _slope_within(groups: Iterable[Collection[tuple[float, float]]]) -> float:
-    """Return how samples of one size rise with their other figure; one far above its size's median is cut to it."""
+    """Return how samples of one size rise with their other figure.
+
+    One far above the median of its size is cut to it.
+    """
     spread = common = 0.0
     for group in groups:
         most = CUT * median(seconds for seconds, _ in group)
