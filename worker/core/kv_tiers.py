@@ -285,6 +285,11 @@ class KVTiers:
 
     def _load_all(self) -> None:
         into = [memoryview(bytearray(self._record_nbytes)) for _ in range(BATCH)]
+        for tier in self.tiers.values():
+            if not tier.is_local:
+                tier.lookup(
+                    [BlockKey(bytes(16))]
+                )  # connects: the first prompt's deadline is shorter than that may take
         while (load := self._wanted.get()) is not None:
             if not load.is_over:
                 self._load(load, into)

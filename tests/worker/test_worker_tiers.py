@@ -1,0 +1,65 @@
+"""A real worker with tiers below its KV cache: they outlive it, and settings that can't be are named."""
+
+from pathlib import Path
+
+import pytest
+
+from contracts.events import Prefilled, Tokens
+from tests.e2e.tiny import save_tiny
+from tests.waiting import until
+from tests.worker.test_worker_process import refused
+from tests.worker.worker_rig import Gateway, connected, running_worker
+
+pytestmark = pytest.mark.slow
+
+NUM_BLOCKS = 12
+"""The full blocks of the 200 tokens of a prompt."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tiny(tmp_path_factory.mktemp("tiny")))
+
+
+async def serve_one(folder: Path, model: str, *flags: str) -> tuple[list[int], int, dict[str, float]]:
+    """Return the tokens of a job at a new worker, how much of its prompt was not computed, and its metrics."""
+    events = []
+
+    async def body(gateway: Gateway) -> None:
+        await gateway.post(gateway.job("a", num_tokens=200))
+        await gateway.until(lambda: gateway.ends("a"))
+        events.extend(gateway.events)
+
+    folder.mkdir()
+    with running_worker(folder, model, *flags) as worker:
+        await connected(worker, body)
+        if "--kv-disk" in flags:
+            until(lambda: worker.metrics()["tandem_worker_kv_disk_blocks"] >= NUM_BLOCKS)
+        metrics = worker.metrics()
+    tokens = [token.token_id for event in events if isinstance(event, Tokens) for token in event.tokens]
+    (prefilled,) = [event for event in events if isinstance(event, Prefilled)]
+    return tokens, prefilled.cached_tokens, metrics
+
+
+async def test_a_prompt_is_on_disk_when_its_worker_was_killed(model: str, tmp_path: Path) -> None:
+    plain, _, _ = await serve_one(tmp_path / "plain", model)
+    flags = "--kv-disk", str(tmp_path / "kv"), "--kv-host-gib", "0.1"
+    first, num_cached, _ = await serve_one(tmp_path / "one", model, *flags)
+    assert (first, num_cached) == (plain, 0)
+    again, num_cached, metrics = await serve_one(tmp_path / "again", model, *flags)
+    assert (again, num_cached) == (plain, NUM_BLOCKS * 16)
+    assert metrics["tandem_worker_kv_loaded_blocks_total"] == NUM_BLOCKS
+    assert metrics["tandem_worker_kv_disk_hit_blocks_total"] == NUM_BLOCKS
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--kv-store", "s4://bucket"), "kv_store is 's4://bucket'; it must begin with redis://"),
+        (("--kv-disk", "kv"), "kv_disk is 'kv'; it must be an absolute path"),
+        (("--kv-host-gib", "1e-9"), "kv_host_gib is 1e-09; one block takes"),
+        (("--kv-host-gib", "1e6"), "kv_host_gib is 1000000.0;"),
+    ],
+)
+def test_names_a_setting_that_can_not_be(model: str, flags: tuple[str, ...], words: str) -> None:
+    assert words in refused("--model", model, "--dtype", "float32", *flags)
