@@ -33,12 +33,12 @@ class Offer(msgspec.Struct, frozen=True, tag="offer"):
 class Grant(msgspec.Struct, frozen=True, tag="grant"):
     """The pages for the tokens from `skip_tokens` on, a multiple of the block size.
 
-    Decode has the tokens before in its prefix cache.
+    Decode has the tokens before in its prefix cache. `pages` are a block table for each group of the layout.
     """
 
     request_id: RequestId
     epoch: Epoch
-    pages: list[BlockId]
+    pages: list[list[BlockId]]
     skip_tokens: int
 
 
@@ -63,11 +63,12 @@ class Refuse(msgspec.Struct, frozen=True, tag="refuse"):
 
 
 class ChunkFacts(msgspec.Struct, frozen=True):
-    """The pages of tokens `[first_token, first_token + num_tokens)`, in token order.
+    """The pages of tokens `[first_token, first_token + num_tokens)` in one group of the layout, in token order.
 
     They are in decode's layout, and `nbytes` is their size there. Where the numbers of shards on the two sides differ,
     pages come in parts, the shards of the finer side. The transport decides how the bytes lie in messages.
-    `first_token` is a multiple of the block size; `checksum` is seeded with the epoch.
+    `first_token` is a multiple of the block size; `checksum` is seeded with the epoch and the group. `index` counts the
+    chunks of all groups.
     """
 
     request_id: RequestId
@@ -78,17 +79,18 @@ class ChunkFacts(msgspec.Struct, frozen=True):
     layout_id: str
     nbytes: int
     checksum: int
+    group: int = 0
 
 
 class ChunkHeader(ChunkFacts, frozen=True, tag="chunk"):
     """The header of a chunk whose bytes are sent; `checksum` covers the bytes."""
 
 
-class PullReady(ChunkFacts, frozen=True, tag="pull"):
+class PullReady(ChunkFacts, frozen=True, tag="pull", kw_only=True):
     """A chunk that decode's copy engine reads from `pages` of prefill's pool, in token order.
 
     The pages stay as they are until Commit, or AbortAck, or until decode's process is gone. `checksum` is over the
-    checksums of the pages, `[pages, parts * num_planes]`, seeded with the epoch.
+    checksums of the pages, `[pages, parts * num_planes]`, seeded as that of any chunk.
     """
 
     pages: list[BlockId]
@@ -118,6 +120,7 @@ class PullScheduled(msgspec.Struct, frozen=True, tag="coming"):
     pages: list[BlockId]
     early_planes: int
     mark: int
+    group: int = 0
 
 
 class Fin(msgspec.Struct, frozen=True, tag="fin"):

@@ -20,13 +20,14 @@ def salted(salt: str, adapter: bytes = b"") -> bytes:
     return hashlib.blake2b(salt.encode(), digest_size=16, person=b"cache salt").digest() if salt else b""
 
 
-def block_key(shared_id: bytes, chain_digest: bytes) -> bytes:
+def block_key(shared_id: bytes, chain_digest: bytes, group: int = 0) -> bytes:
     """Return the 16-byte key under which workers and stores share a block of KV.
 
     `shared_id` (contracts.layout.KVLayout.shared_id) stands for the model and the form of the bytes, `chain_digest`, as
-    `chain_hashes` gives it, for salt, adapter, and all tokens up to the block's end.
+    `chain_hashes` gives it, for salt, adapter, and all tokens up to the block's end. `group`: of the layout.
     """
-    return hashlib.blake2b(shared_id + chain_digest, digest_size=16, person=b"kv block").digest()
+    place = shared_id + group.to_bytes(2, "little")
+    return hashlib.blake2b(place + chain_digest, digest_size=16, person=b"kv block").digest()
 
 
 def chain_hashes(

@@ -15,7 +15,7 @@ from contracts.layout import KVLayout
 from contracts.node import TransferCapabilities
 from contracts.request import WorkerRef
 from kv_transfer.chunks import chunk_plan as plan
-from kv_transfer.chunks.device_pool import DevicePool
+from kv_transfer.chunks.device_pool import DevicePool, Pool
 from kv_transfer.chunks.page_pool import PagePool
 from kv_transfer.connection import handshake
 from kv_transfer.connection import layout_negotiation as conversion
@@ -45,8 +45,8 @@ class TransferNode:
     """The endpoint that sends pages to decode workers and receives pages from prefill workers.
 
     No method but `close` blocks. `pool`: uint8 `[num_planes, num_blocks, page_nbytes]`, C-contiguous, shared with the
-    engine; or a device's. `wake()` is called from transfer threads when `poll()` has something. `transports`: ready
-    ones that replace those of the same name.
+    engine; or a device's; or those of all the layout's groups, of one device. `wake()` is called from transfer threads
+    when `poll()` has something. `transports`: ready ones that replace those of the same name.
 
     Raises ConfigError if it can't listen or lacks the requested transport, ValueError if the pool does not fit the
     layout.
@@ -58,20 +58,17 @@ class TransferNode:
         me: WorkerId,
         incarnation: Incarnation,
         layout: KVLayout,
-        pool: np.ndarray | DevicePool,
+        pool: np.ndarray | DevicePool | Sequence[np.ndarray | DevicePool],
         wake: Callable[[], None],
         transports: Mapping[str, Transport] | None = None,
     ) -> None:
         self._layout, self._wake, self._settings = layout, wake, settings
         own: dict[str, Transport] = {}
-        device: DevicePool | None = None
-        if isinstance(pool, np.ndarray):
-            self._pool, memory, plane_scales = PagePool(pool, layout), "host", []
-        else:
-            self._pool, memory, plane_scales = pool, pool.kind, pool.scales
-            pool.expect(conversion.part_counts(layout))
-            pool.checks, own["nvlink"] = settings.checksum, NvlinkTransport(pool)
-            device = pool
+        pools = pool if isinstance(pool, Sequence) else [pool]
+        self._pools, device = _prepared(pools, layout, settings.checksum)
+        memory, plane_scales = "host", [scale for each in device for scale in each.scales]
+        if device:
+            memory, own["nvlink"] = device[0].kind, NvlinkTransport(device)
         self._transports = Transports({**own, **(transports or {})}, device)
         require_available(settings.transport, self._transports)
         self._events: deque[TransferEvent] = deque()
@@ -84,7 +81,7 @@ class TransferNode:
             settings=settings,
             identity=identity,
             layout=layout,
-            pool=self._pool,
+            pools=self._pools,
             memory=memory,
             plane_scales=plane_scales,
             transports=self._transports,
@@ -184,23 +181,27 @@ class TransferNode:
         num_tokens: int,
         src_pages: Sequence[BlockId],
         checksums: np.ndarray | None = None,
+        group: int = 0,
     ) -> None:
-        """Queue the pages of tokens `[first_token, first_token + num_tokens)`.
+        """Queue the pages of tokens `[first_token, first_token + num_tokens)` in one group of the layout.
 
         The pages must not change until Commit, Drained or PeerDisconnected. The caller leaves out the tokens before
         Grant's `skip_tokens`. `first_token` and, except in the last chunk, the end are multiples of the block size.
         `checksums`: for a device's pages, what DevicePool.in_parts takes. The chunk is dropped if the attempt is over.
         Raises ValueError if pages and tokens do not fit.
         """
-        plan.check_pages(src_pages, self._pool.num_blocks)
+        if not 0 <= group < len(self._pools):
+            raise ValueError(f"group is {group}; the layout has {len(self._pools)}")
+        plan.check_pages(src_pages, self._pools[group].num_blocks)
         if (
             num_tokens <= 0
             or first_token % self._layout.block_size
-            or len(src_pages) != self._layout.num_blocks(num_tokens)
+            or len(src_pages) != self._layout.groups[group].num_blocks(num_tokens)
         ):
             raise ValueError(f"{len(src_pages)} pages do not fit {num_tokens} tokens from {first_token} on")
-        nbytes = plan.chunk_nbytes(self._layout, num_tokens)
-        header = ChunkHeader(request_id, epoch, index, first_token, num_tokens, self._layout.layout_id, nbytes, 0)
+        nbytes = plan.chunk_nbytes(self._layout, num_tokens, group)
+        place = index, first_token, num_tokens
+        header = ChunkHeader(request_id, epoch, *place, self._layout.layout_id, nbytes, 0, group)
         if link := self._table.outgoing(peer_id):
             link.send_chunk(header, src_pages, checksums)
 
@@ -213,6 +214,7 @@ class TransferNode:
         num_tokens: int,
         src_pages: Sequence[BlockId],
         early_planes: int,
+        group: int = 0,
     ) -> None:
         """Announce a chunk that is about to be computed; `send_chunk` follows once it is.
 
@@ -220,7 +222,7 @@ class TransferNode:
         now on. `early_planes`: how many of the planes are ready when `chunks_launched(is_all=False)` is called.
         """
         if link := self._table.outgoing(peer_id):
-            link.chunk_scheduled((request_id, epoch), first_token, num_tokens, src_pages, early_planes)
+            link.chunk_scheduled((request_id, epoch), first_token, num_tokens, src_pages, early_planes, group)
 
     def is_fetched_by(self, peer_id: WorkerId) -> bool:
         """Return whether the decode peer fetches chunks itself, so that no thread of this node sends any."""
@@ -396,3 +398,20 @@ class TransferNode:
 
     def _note(self, event: TransferEvent) -> None:
         self._events.append(event)
+
+
+def _prepared(
+    pools: Sequence[np.ndarray | DevicePool], layout: KVLayout, checks: bool
+) -> tuple[Sequence[Pool], Sequence[DevicePool]]:
+    """Return the pool of each group, ready for peers, and those that are a device's.
+
+    Raises ValueError if they do not fit the layout.
+    """
+    if len(pools) != len(layout.groups):
+        raise ValueError(f"{len(pools)} pools do not fit a layout of {len(layout.groups)} groups")
+    device = [pool for pool in pools if not isinstance(pool, np.ndarray)]
+    for pool in device:
+        pool.expect(conversion.part_counts(layout))
+        pool.checks = checks
+    every = [PagePool(pool, layout, i) if isinstance(pool, np.ndarray) else pool for i, pool in enumerate(pools)]
+    return every, device

@@ -17,6 +17,7 @@ from contracts import codec
 from contracts.events import Token
 from contracts.handoff import ChunkHeader, Commit, Fin, Grant, HandoffMessage, Offer
 from contracts.ids import BlockId, Epoch, Incarnation, RequestId, WorkerId
+from contracts.layout import KVGroup, KVLayout
 from contracts.request import WorkerRef
 from kv_transfer.chunks import checksum as integrity
 from kv_transfer.chunks import chunk_plan as plan
@@ -35,7 +36,6 @@ REHEARSAL_S = 0.001
 
 _REQUEST_ID, _EPOCH = RequestId("rehearsal"), Epoch(1)
 _KEY = _REQUEST_ID, _EPOCH
-_PAGE = BlockId(0)
 
 
 class Rehearsal:
@@ -55,17 +55,9 @@ class Rehearsal:
         self._offer = Offer(
             request_id=_REQUEST_ID, epoch=_EPOCH, num_tokens=layout.block_size, layout_id=layout.layout_id
         )
-        self._header = ChunkHeader(
-            request_id=_REQUEST_ID,
-            epoch=_EPOCH,
-            index=0,
-            first_token=0,
-            num_tokens=layout.block_size,
-            layout_id=layout.layout_id,
-            nbytes=plan.chunk_nbytes(layout, layout.block_size),
-            checksum=integrity.of_pages(_EPOCH, _sums(layout.only_group.num_planes)),
-        )
-        self._num_planes = layout.only_group.num_planes
+        self._headers = [_header_of(layout, index) for index in range(len(layout.groups))]
+        self._pages = [_pages_of(layout, group) for group in layout.groups]
+        self._num_planes = [group.num_planes for group in layout.groups]
         self._next_s = 0.0
         self._lock = threading.Lock()
 
@@ -92,16 +84,41 @@ class Rehearsal:
         """Hand the block over. Raises RuntimeError if decode does not commit it."""
         prefill, decode = self._prefill, self._decode
         prefill.offer(self._offer)
-        decode.grant(Grant(request_id=_REQUEST_ID, epoch=_EPOCH, pages=[_PAGE], skip_tokens=0))
-        prefill.chunk_scheduled(_KEY, 0, self._header.num_tokens, [_PAGE], self._num_planes - 1)
+        decode.grant(Grant(request_id=_REQUEST_ID, epoch=_EPOCH, pages=self._pages, skip_tokens=0))
+        for index, (header, pages) in enumerate(zip(self._headers, self._pages, strict=True)):
+            prefill.chunk_scheduled(_KEY, 0, header.num_tokens, pages, self._num_planes[index] - 1, index)
         prefill.chunks_launched(is_all=False)
         prefill.chunks_launched(is_all=True)
         decode.looks_ahead()
-        prefill.send_chunk(self._header, [_PAGE], None)
-        prefill.finish(Fin(request_id=_REQUEST_ID, epoch=_EPOCH, num_chunks=1, first=Token(0, 0), cached_tokens=0))
+        for header, pages in zip(self._headers, self._pages, strict=True):
+            prefill.send_chunk(header, pages, None)
+        num_chunks = len(self._headers)
+        prefill.finish(Fin(_REQUEST_ID, _EPOCH, num_chunks=num_chunks, first=Token(0, 0), cached_tokens=0))
         if not decode.grants.is_committed(_KEY):
             raise RuntimeError("decode did not commit what was handed over")
-        decode.commit(Commit(request_id=_REQUEST_ID, epoch=_EPOCH, num_chunks=1, nbytes=self._header.nbytes))
+        nbytes = sum(header.nbytes for header in self._headers)
+        decode.commit(Commit(request_id=_REQUEST_ID, epoch=_EPOCH, num_chunks=num_chunks, nbytes=nbytes))
+
+
+def _pages_of(layout: KVLayout, group: KVGroup) -> list[BlockId]:
+    return [BlockId(page) for page in range(group.num_blocks(layout.block_size))]
+
+
+def _header_of(layout: KVLayout, index: int) -> ChunkHeader:
+    """Return the header of a block in one group."""
+    group, num_tokens = layout.groups[index], layout.block_size
+    sums = _sums(group.num_blocks(num_tokens), group.num_planes)
+    return ChunkHeader(
+        request_id=_REQUEST_ID,
+        epoch=_EPOCH,
+        index=index,
+        first_token=0,
+        num_tokens=num_tokens,
+        layout_id=layout.layout_id,
+        nbytes=plan.chunk_nbytes(layout, num_tokens, index),
+        checksum=integrity.of_pages(_EPOCH, sums, index),
+        group=index,
+    )
 
 
 def _deliver_to(link: Link) -> Callable[[bytes], None]:
@@ -135,7 +152,9 @@ class _DecodeEnd(IncomingLink):
 
     def __init__(self, parts: LinkParts, hello: Hello) -> None:
         super().__init__(parts, hello)
-        self._pull_receiver = self._pull_receiver_of(_NoPool(parts.layout.only_group.num_planes), checks=True)
+        layout = parts.layout
+        remotes = [_NoPool(group.num_planes, group.num_blocks(layout.block_size)) for group in layout.groups]
+        self._pull_receiver = self._pull_receiver_of(remotes, checks=True)
 
     def send(self, message: HandoffMessage) -> None:
         self.deliver(codec.frame(message))
@@ -157,14 +176,14 @@ class _NoSemaphore:
 class _NoPool:
     """A RemotePool and DeferredCopy (kv_transfer.chunks.device_pool) that copies nothing."""
 
-    num_pages, detail = 1, "none"
+    detail = "none"
     is_void, is_due, is_done, busy_s = False, True, True, 0.0
 
-    def __init__(self, num_planes: int) -> None:
-        self._num_planes = num_planes
+    def __init__(self, num_planes: int, num_pages: int = 1) -> None:
+        self._num_planes, self.num_pages = num_planes, num_pages
 
     def pull(self, pages: Sequence[BlockId], into: Sequence[BlockId], checks: bool) -> np.ndarray:
-        return _sums(self._num_planes)
+        return _sums(self.num_pages, self._num_planes)
 
     def pull_later(
         self, pages: Sequence[BlockId], into: Sequence[BlockId], checks: bool, early_planes: int, mark: int
@@ -172,7 +191,7 @@ class _NoPool:
         return self
 
     def wait(self) -> np.ndarray:
-        return _sums(self._num_planes)
+        return _sums(self.num_pages, self._num_planes)
 
     def drop(self) -> None:
         """Do nothing: no memory is held."""
@@ -180,8 +199,8 @@ class _NoPool:
     expire = rehearse = close = drop
 
 
-def _sums(num_planes: int) -> np.ndarray:
-    return np.zeros((1, num_planes), np.uint32)
+def _sums(num_pages: int, num_planes: int) -> np.ndarray:
+    return np.zeros((num_pages, num_planes), np.uint32)
 
 
 def _drop_event(event: TransferEvent) -> None:

@@ -137,7 +137,7 @@ class _Node:
         return events
 
     def offer(self, peer: WorkerRef, offer: Offer) -> None:
-        grant = Grant(request_id=_REQUEST_ID, epoch=_EPOCH, pages=_PAGES, skip_tokens=0)
+        grant = Grant(request_id=_REQUEST_ID, epoch=_EPOCH, pages=[_PAGES], skip_tokens=0)
         self._events.append(MessageReceived(peer.worker_id, grant))
 
     def chunk_scheduled(self, *chunk: object) -> None:

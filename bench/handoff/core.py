@@ -127,7 +127,7 @@ class StampedNode(TransferNode):
 
     def grant(self, peer_id: WorkerId, grant: Grant) -> None:
         if self.sums:
-            self.sums.granted(grant.request_id, grant.pages)
+            self.sums.granted(grant.request_id, grant.pages[0])
         super().grant(peer_id, grant)
         self.stamps.put("grant", grant.request_id)
 

@@ -211,7 +211,7 @@ def _decode(device: str, transport: str, layout: KVLayout, followers: Sequence[b
                 case MessageReceived(peer_id, Offer(request_id, epoch, num_tokens)):
                     missing = num_tokens
                     into = [BlockId(page) for page in rng.sample(range(RAW_BLOCKS), num_tokens // LAYOUT.block_size)]
-                    node.grant(peer_id, Grant(request_id, epoch, into, 0))
+                    node.grant(peer_id, Grant(request_id, epoch, [into], 0))
                 case ChunkLanded(peer_id, header):
                     missing -= header.num_tokens
                     if not missing:

@@ -251,7 +251,7 @@ def decode(node: TransferNode, woken: threading.Event, case: TransferCase) -> No
                 case MessageReceived(peer_id, Offer(request_id, epoch, num_tokens)):
                     landed, offered = 0, num_tokens
                     pages = next(scatter)[: case.layout.num_blocks(num_tokens)]
-                    node.grant(peer_id, Grant(request_id, epoch, pages, 0))
+                    node.grant(peer_id, Grant(request_id, epoch, [pages], 0))
                 case ChunkLanded(peer_id, header, _):
                     landed += header.num_tokens
                     if landed == offered:

@@ -9,9 +9,9 @@ import xxhash
 from contracts.ids import Epoch
 
 
-def seed(epoch: Epoch) -> int:
-    """Return the checksum of no data; attempts differ in it by their epoch."""
-    return epoch & 0xFFFF_FFFF_FFFF_FFFF
+def seed(epoch: Epoch, group: int = 0) -> int:
+    """Return the checksum of no data; attempts differ in it by their epoch, and an attempt's groups too."""
+    return (epoch ^ group << 48) & 0xFFFF_FFFF_FFFF_FFFF
 
 
 def seed_of(key: bytes) -> int:
@@ -19,12 +19,12 @@ def seed_of(key: bytes) -> int:
     return int.from_bytes(key[:8], "little")
 
 
-def of_pages(epoch: Epoch, sums: np.ndarray) -> int:
+def of_pages(epoch: Epoch, sums: np.ndarray, group: int = 0) -> int:
     """Return the checksum of a chunk from the sums of its pages.
 
     `sums`: uint32 `[pages, num_planes]`, in token order, made where the pages lie.
     """
-    return extend(seed(epoch), np.ascontiguousarray(sums))
+    return extend(seed(epoch, group), np.ascontiguousarray(sums))
 
 
 def extend(checksum: int, data: np.ndarray) -> int:

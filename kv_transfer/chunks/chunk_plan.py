@@ -39,9 +39,10 @@ def row_ids(pages: Sequence[int], num_planes: int, num_blocks: int) -> np.ndarra
     return (planes + np.asarray(pages, dtype=np.intp)).reshape(-1)
 
 
-def chunk_nbytes(layout: KVLayout, num_tokens: int) -> int:
-    """Return the bytes of a chunk of this many tokens, which fills whole blocks."""
-    return layout.num_blocks(num_tokens) * layout.block_nbytes
+def chunk_nbytes(layout: KVLayout, num_tokens: int, index: int = 0) -> int:
+    """Return the bytes of a chunk of this many tokens in one group, which fills whole blocks."""
+    group = layout.groups[index]
+    return group.num_blocks(num_tokens) * group.block_nbytes
 
 
 def check_pages(pages: Sequence[int], num_blocks: int) -> None:

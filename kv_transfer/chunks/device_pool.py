@@ -12,7 +12,7 @@ from contracts.ids import BlockId
 
 
 class Pool(Protocol):
-    """A pool of pages: one of each block in each plane of each shard.
+    """A pool of one group's pages: one of each block in each plane of each shard.
 
     Staged transports gather pages into a host buffer and scatter them back. `num_parts`: parts of a page, over all
     shards, of which each has one or several: it is the number of shards of the side that has more.
@@ -171,7 +171,7 @@ class PageScatter(Protocol):
 
 
 class DevicePool(Pool, Protocol):
-    """A pool in a device's memory.
+    """A pool of one group in a device's memory; those of all groups are on one device.
 
     `kind`: of memory; handoffs need pools of one kind. `checks`: chunks come with checksums of their pages; the
     transfer sets it. `scales`: what each plane was divided by before it was rounded to e4m3; empty if it was not.

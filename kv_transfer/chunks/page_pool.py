@@ -9,21 +9,22 @@ from contracts.layout import KVLayout
 
 
 class PagePool:
-    """A pool over `pages`: uint8 `[num_planes, num_blocks, page_nbytes]`, C-contiguous, shared.
+    """A pool of one group over `pages`: uint8 `[num_planes, num_blocks, page_nbytes]`, C-contiguous, shared.
 
     Raises ValueError on another shape, or a layout of several shards: a host's pool has one.
     """
 
-    def __init__(self, pages: np.ndarray, layout: KVLayout) -> None:
+    def __init__(self, pages: np.ndarray, layout: KVLayout, index: int = 0) -> None:
         if pages.dtype != np.uint8 or pages.ndim != 3 or not pages.flags.c_contiguous:
             raise ValueError("the pool must be a C-contiguous uint8 array [num_planes, num_blocks, page_nbytes]")
         if layout.tp_size != 1:
             raise ValueError(f"the layout has {layout.tp_size} shards")
-        num_planes, page_nbytes = layout.only_group.num_planes, layout.only_group.page_nbytes(1)
+        group = layout.groups[index]
+        num_planes, page_nbytes = group.num_planes, group.page_nbytes(1)
         if (pages.shape[0], pages.shape[2]) != (num_planes, page_nbytes):
             raise ValueError(f"the pool is {pages.shape}; the layout has {num_planes} planes of {page_nbytes} bytes")
         self.num_planes, self.num_blocks, self.page_nbytes = pages.shape
-        self.block_nbytes = layout.block_nbytes
+        self.block_nbytes = group.block_nbytes
         self._rows = pages.reshape(-1, self.page_nbytes)
 
     def agreed(self, num_parts: int, sends: bool) -> None:

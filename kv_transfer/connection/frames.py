@@ -35,9 +35,9 @@ class Proof(msgspec.Struct, frozen=True, tag="proof"):
 class Terms(msgspec.Struct, frozen=True, tag="terms"):
     """The terms that each end has to offer.
 
-    `transport`: the one that its operator requested; `available`: those it could use; `boot_id`: of its kernel;
-    `memory`: where its pages are, "host" or a kind of device; `plane_scales`: see device_pool.DevicePool; `levels`: of
-    compression that its operator allows.
+    `num_blocks`: of all groups; `transport`: the one that its operator requested; `available`: those it could use;
+    `boot_id`: of its kernel; `memory`: where its pages are, "host" or a kind of device; `plane_scales`: see
+    device_pool.DevicePool; `levels`: of compression that its operator allows.
     """
 
     layout: KVLayout

@@ -24,8 +24,8 @@ def num_parts(one: KVLayout, other: KVLayout) -> int:
 
 
 def narrows(sender: KVLayout, receiver: KVLayout) -> bool:
-    """Return whether pages must be rounded on the way from sender to receiver."""
-    return (sender.only_group.dtype, receiver.only_group.dtype) == (_FROM, _TO)
+    """Return whether pages must be rounded on the way from sender to receiver, which only a single group is."""
+    return _dtype(sender) == _FROM and _dtype(receiver) == _TO
 
 
 def is_possible(sender: Terms, receiver: Terms) -> bool:
@@ -59,7 +59,7 @@ def receivable_layouts(receiver: Terms) -> list[KVLayout]:
     """
     own, receiver = receiver.layout, msgspec.structs.replace(receiver, transport="auto")
     alike = [own, *(msgspec.structs.replace(own, tp_size=size) for size in TP_SIZES if size != own.tp_size)]
-    wider = [layout.with_groups(dtype=_FROM, scales="none") for layout in alike] if own.only_group.dtype == _TO else []
+    wider = [layout.with_groups(dtype=_FROM, scales="none") for layout in alike] if _dtype(own) == _TO else []
     return [
         layout
         for layout in [*alike, *wider]
@@ -77,9 +77,14 @@ def may_use(terms: Terms, transport: str) -> bool:
     return transport in terms.available and terms.transport in ("auto", transport)
 
 
+def _dtype(layout: KVLayout) -> str | None:
+    """Return the number format of a layout of one group."""
+    return layout.groups[0].dtype if len(layout.groups) == 1 else None
+
+
 def _divide(one: KVLayout, other: KVLayout) -> bool:
     fewer, more = sorted((one.tp_size, other.tp_size))
-    return more % fewer == 0 and one.only_group.num_kv_heads % more == 0
+    return more % fewer == 0 and all(group.num_kv_heads % more == 0 for group in one.groups)
 
 
 def _same_but_shards(one: KVLayout, other: KVLayout) -> bool:

@@ -27,21 +27,30 @@ class SegmentCodec:
     """
 
     def __init__(self, layout: KVLayout, num_parts: int, levels: Sequence[str]) -> None:
-        group = layout.only_group
         self.levels = list(levels)
-        self.format = PageFormat(group.dtype, group.num_kv_heads // num_parts, group.block_size, group.head_dim)
-        self._is_key = [name == "k" for name in group.planes] * (group.num_layers * num_parts)
+        self.formats = [
+            PageFormat(group.dtype, group.num_kv_heads // num_parts, group.block_size, group.head_dim)
+            for group in layout.groups
+        ]
+        self._is_key = [
+            [name == "k" for name in group.planes] * (group.num_layers * num_parts) for group in layout.groups
+        ]
         self._layout = layout
+
+    @property
+    def format(self) -> PageFormat:
+        """Return the format of the first group's pages."""
+        return self.formats[0]
 
     def encode(self, header: ChunkHeader, first: int, pages: np.ndarray, level: str) -> bytes:
         """Return the payload of the chunk's units from `first` on. `pages`: uint8, their bytes."""
-        runs = self._runs(header, first, len(pages) // self.format.page_nbytes)
-        return codec.encode(pages, runs, self.format, LEVELS[level])
+        form = self.formats[header.group]
+        return codec.encode(pages, self._runs(header, first, len(pages) // form.page_nbytes), form, LEVELS[level])
 
     def decode(self, header: ChunkHeader, first: int, payload: np.ndarray, out: np.ndarray) -> None:
         """Write the units from `first` on to `out`, uint8 of their bytes. Raises Corrupt."""
-        runs = self._runs(header, first, len(out) // self.format.page_nbytes)
-        codec.decode(payload.data, runs, self.format, out)
+        form = self.formats[header.group]
+        codec.decode(payload.data, self._runs(header, first, len(out) // form.page_nbytes), form, out)
 
     def rates(self) -> dict[str, CodecRate]:
         """Return what the levels do here, by a trial of some milliseconds on random values."""
@@ -63,9 +72,10 @@ class SegmentCodec:
         return CodecRate(len(data) / len(payload), len(data) / encode_s, len(data) / decode_s)
 
     def _runs(self, header: ChunkHeader, first: int, count: int) -> list[PageRun]:
-        num_pages = self._layout.num_blocks(header.num_tokens)
-        num_exact = max(0, EXACT_PAGES - header.first_token // self._layout.block_size)
-        return runs_of(first, first + count, num_pages, self._is_key, num_exact)
+        group = self._layout.groups[header.group]
+        num_exact = max(0, EXACT_PAGES - header.first_token // group.block_size)
+        is_key = self._is_key[header.group]
+        return runs_of(first, first + count, group.num_blocks(header.num_tokens), is_key, num_exact)
 
 
 class LinkBandwidth:

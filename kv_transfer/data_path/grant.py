@@ -3,6 +3,7 @@
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 
 from contracts.handoff import ChunkHeader, Commit, Fin, Grant, Offer
 from contracts.ids import BlockId
@@ -16,47 +17,52 @@ ALONE_S = 0.25
 class GrantedPages:
     """One granted attempt. Raises ValueError if the grant does not fit its offer or the pool."""
 
-    def __init__(self, offer: Offer, grant: Grant, layout: KVLayout, num_blocks: int) -> None:
-        plan.check_pages(grant.pages, num_blocks)
+    def __init__(self, offer: Offer, grant: Grant, layout: KVLayout, num_blocks: Sequence[int]) -> None:
+        if len(grant.pages) != len(layout.groups):
+            raise ValueError(f"pages of {len(grant.pages)} groups granted, the layout has {len(layout.groups)}")
         if grant.skip_tokens % layout.block_size or not 0 <= grant.skip_tokens < offer.num_tokens:
             raise ValueError(
                 f"skip_tokens is {grant.skip_tokens} of {offer.num_tokens}; blocks are {layout.block_size}"
             )
-        expected = layout.num_blocks(offer.num_tokens - grant.skip_tokens)
-        if len(grant.pages) != expected:
-            raise ValueError(f"{len(grant.pages)} pages granted, {expected} are needed")
+        for group, pages, pool_blocks in zip(layout.groups, grant.pages, num_blocks, strict=True):
+            plan.check_pages(pages, pool_blocks)
+            expected = group.num_blocks(offer.num_tokens - grant.skip_tokens)
+            if len(pages) != expected:
+                raise ValueError(f"{len(pages)} pages granted, {expected} are needed")
         self.offer, self.grant, self._layout = offer, grant, layout
         self._arrived: set[int] = set()
         self.nbytes = 0
-        self._filled = [False] * expected
+        self._filled = [[False] * len(pages) for pages in grant.pages]
 
     def check(self, header: ChunkHeader) -> str | None:
         """Return why this chunk must not be written, or None."""
         if header.layout_id != self._layout.layout_id:
             return f"layout_id is {header.layout_id}, granted was {self._layout.layout_id}"
+        if not 0 <= header.group < len(self._filled):
+            return f"group is {header.group}; the layout has {len(self._filled)}"
         if header.index in self._arrived:
             return f"chunk {header.index} has arrived already"
         if reason := self._check_tokens(header):
             return reason
-        if header.nbytes != plan.chunk_nbytes(self._layout, header.num_tokens):
+        if header.nbytes != plan.chunk_nbytes(self._layout, header.num_tokens, header.group):
             return f"{header.nbytes} bytes for {header.num_tokens} tokens"
-        if any(self._filled[self._blocks(header)]):
+        if any(self._filled[header.group][self._blocks(header)]):
             return f"tokens from {header.first_token} on have arrived already"
         return None
 
     def pages(self, header: ChunkHeader) -> list[BlockId]:
         """Return the granted pages of a checked chunk, in token order."""
-        return self.grant.pages[self._blocks(header)]
+        return self.grant.pages[header.group][self._blocks(header)]
 
     def chunk_received(self, header: ChunkHeader) -> None:
         blocks = self._blocks(header)
         self._arrived.add(header.index)
         self.nbytes += header.nbytes
-        self._filled[blocks] = [True] * (blocks.stop - blocks.start)
+        self._filled[header.group][blocks] = [True] * (blocks.stop - blocks.start)
 
     def is_whole(self, num_chunks: int) -> bool:
         """Return whether this many chunks have arrived and hold every token that was granted."""
-        return len(self._arrived) == num_chunks and all(self._filled)
+        return len(self._arrived) == num_chunks and all(map(all, self._filled))
 
     def _check_tokens(self, header: ChunkHeader) -> str | None:
         first, end, block_size = header.first_token, header.first_token + header.num_tokens, self._layout.block_size
@@ -69,14 +75,18 @@ class GrantedPages:
         return None
 
     def _blocks(self, header: ChunkHeader) -> slice:
-        first = (header.first_token - self.grant.skip_tokens) // self._layout.block_size
-        return slice(first, first + self._layout.num_blocks(header.num_tokens))
+        group = self._layout.groups[header.group]
+        first = (header.first_token - self.grant.skip_tokens) // group.block_size
+        return slice(first, first + group.num_blocks(header.num_tokens))
 
 
 class GrantTable:
-    """The offers and grants of one link. Any thread grants or ends; one thread writes pages."""
+    """The offers and grants of one link. Any thread grants or ends; one thread writes pages.
 
-    def __init__(self, layout: KVLayout, num_blocks: int) -> None:
+    `num_blocks`: of the pool of each group.
+    """
+
+    def __init__(self, layout: KVLayout, num_blocks: Sequence[int]) -> None:
         self._layout, self._num_blocks = layout, num_blocks
         self._offers: dict[Key, Offer] = {}
         self._grants: dict[Key, GrantedPages] = {}
@@ -112,9 +122,10 @@ class GrantTable:
             if key not in self._offers:
                 return False
             granted = GrantedPages(self._offers[key], grant, self._layout, self._num_blocks)
-            taken = {page for other in self._grants.values() for page in other.grant.pages}
-            if taken.intersection(grant.pages):
-                raise ValueError(f"a page granted to {grant.request_id} is granted to another attempt")
+            for index, pages in enumerate(grant.pages):
+                taken = {page for other in self._grants.values() for page in other.grant.pages[index]}
+                if taken.intersection(pages):
+                    raise ValueError(f"a page granted to {grant.request_id} is granted to another attempt")
             self._grants[key] = granted
             self._alone_until = time.monotonic() + ALONE_S
             return True

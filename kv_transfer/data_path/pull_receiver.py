@@ -5,7 +5,7 @@ pull_sender has the prefill end, and how the two work together.
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from contracts.errors import TransferError
@@ -37,6 +37,7 @@ class EarlyPull:
     first_token: int
     num_tokens: int
     pages: list[BlockId]
+    group: int
     deferred: DeferredCopy
     since_s: float
     is_read: bool = False
@@ -48,7 +49,7 @@ class EarlyPull:
         if self.is_read:
             return
         sums, self.is_read = self.deferred.wait(), True
-        self.digest = None if sums is None else integrity.of_pages(self.key[1], sums)
+        self.digest = None if sums is None else integrity.of_pages(self.key[1], sums, self.group)
         self.busy_s = self.deferred.busy_s
 
     def forget(self) -> None:
@@ -59,26 +60,27 @@ class EarlyPull:
     def overlaps(self, pull: PullReady) -> bool:
         is_before = self.first_token + self.num_tokens <= pull.first_token
         is_after = pull.first_token + pull.num_tokens <= self.first_token
-        return self.key == (pull.request_id, pull.epoch) and not is_before and not is_after
+        is_same = self.group == pull.group and self.key == (pull.request_id, pull.epoch)
+        return is_same and not is_before and not is_after
 
     def is_of(self, pull: PullReady) -> bool:
-        announced = self.key, self.first_token, self.num_tokens, self.pages
-        return announced == ((pull.request_id, pull.epoch), pull.first_token, pull.num_tokens, pull.pages)
+        announced = self.key, self.group, self.first_token, self.num_tokens, self.pages
+        return announced == ((pull.request_id, pull.epoch), pull.group, pull.first_token, pull.num_tokens, pull.pages)
 
 
 class PullReceiver(UnthreadedMover):
     """The decode end: chunks are fetched one after another in the thread that receives their messages.
 
     Waking another thread takes longer than starting the copies. The callbacks are called in the same thread. `checks`:
-    prefill's headers carry checksums. `is_left`: prefill has closed the link, which it does before it gives pages to
-    other requests.
+    prefill's headers carry checksums. `remotes`: the peer's pool of each group. `is_left`: prefill has closed the link,
+    which it does before it gives pages to other requests.
     """
 
     def __init__(
         self,
         grants: GrantTable,
         layout: KVLayout,
-        remote: RemotePool,
+        remotes: Sequence[RemotePool],
         checks: bool,
         is_left: Callable[[], bool],
         commit: Callable[[Commit], None],
@@ -87,7 +89,7 @@ class PullReceiver(UnthreadedMover):
         on_drained: Callable[[Key], None],
     ) -> None:
         super().__init__()
-        self._grants, self._layout, self._remote, self._checks = grants, layout, remote, checks
+        self._grants, self._layout, self._remotes, self._checks = grants, layout, remotes, checks
         self._commit, self._on_arrived, self._on_bad, self._on_drained = commit, on_arrived, on_bad, on_drained
         self._next_rehearsal_s = 0.0
         self._early: list[EarlyPull] = []
@@ -109,13 +111,12 @@ class PullReceiver(UnthreadedMover):
         if any(early.overlaps(pull) for early in self._early) or not self._grants.enter(key):
             return
         into, when = granted.pages(pull.header), (scheduled.early_planes, scheduled.mark)
-        deferred = self._remote.pull_later(pull.pages, into, self._checks, *when)
+        deferred = self._remotes[pull.group].pull_later(pull.pages, into, self._checks, *when)
         if deferred is None:
             self._leave(key)
         else:
-            self._early.append(
-                EarlyPull(key, pull.first_token, pull.num_tokens, pull.pages, deferred, time.monotonic())
-            )
+            place = pull.first_token, pull.num_tokens, pull.pages, pull.group
+            self._early.append(EarlyPull(key, *place, deferred, time.monotonic()))
 
     def tend(self) -> float:
         """Check the copies that wait for a mark. Returns the seconds until the next check is due."""
@@ -128,7 +129,7 @@ class PullReceiver(UnthreadedMover):
                 self._drop(early)
         now = time.monotonic()
         if any(now - early.since_s > LATE_S and not early.deferred.is_done for early in self._early):
-            self._remote.expire()
+            self._expire()
         if not self._early:
             return math.inf
         return DRAINING_S if ended else WATCHING_S
@@ -146,7 +147,8 @@ class PullReceiver(UnthreadedMover):
         """
         now = time.perf_counter()
         if now >= self._next_rehearsal_s and not self._early:
-            self._remote.rehearse()
+            for remote in self._remotes:
+                remote.rehearse()
             self._next_rehearsal_s = time.perf_counter() + REHEARSAL_S
 
     def put(self, pull: PullReady) -> None:
@@ -172,11 +174,13 @@ class PullReceiver(UnthreadedMover):
             self._write(pull, granted.pages(header))
 
     def _check_pages(self, pull: PullReady) -> str | None:
-        expected = self._layout.num_blocks(pull.num_tokens)
+        if not 0 <= pull.group < len(self._remotes):
+            return f"group is {pull.group}; the layout has {len(self._remotes)}"
+        expected, remote = self._layout.groups[pull.group].num_blocks(pull.num_tokens), self._remotes[pull.group]
         if len(pull.pages) != expected:
             return f"{len(pull.pages)} pages for {pull.num_tokens} tokens"
-        if not 0 <= min(pull.pages) <= max(pull.pages) < self._remote.num_pages:
-            return f"pages outside the peer's pool of {self._remote.num_pages}"
+        if not 0 <= min(pull.pages) <= max(pull.pages) < remote.num_pages:
+            return f"pages outside the peer's pool of {remote.num_pages}"
         return None
 
     def _expected(self, scheduled: PullScheduled, granted: GrantedPages) -> PullReady | None:
@@ -186,9 +190,9 @@ class PullReceiver(UnthreadedMover):
         """
         first = max(scheduled.first_token, granted.grant.skip_tokens)
         num_tokens = scheduled.first_token + scheduled.num_tokens - first
-        if num_tokens <= 0:
+        if num_tokens <= 0 or not 0 <= scheduled.group < len(self._remotes):
             return None
-        skipped = (first - scheduled.first_token) // self._layout.block_size
+        skipped = (first - scheduled.first_token) // self._layout.groups[scheduled.group].block_size
         return PullReady(
             request_id=scheduled.request_id,
             epoch=scheduled.epoch,
@@ -196,8 +200,9 @@ class PullReceiver(UnthreadedMover):
             first_token=first,
             num_tokens=num_tokens,
             layout_id=self._layout.layout_id,
-            nbytes=plan.chunk_nbytes(self._layout, num_tokens),
+            nbytes=plan.chunk_nbytes(self._layout, num_tokens, scheduled.group),
             checksum=0,
+            group=scheduled.group,
             pages=scheduled.pages[skipped:],
         )
 
@@ -241,8 +246,8 @@ class PullReceiver(UnthreadedMover):
         """Copy the chunk; return why the bytes that are there now are not the chunk's, or None."""
         is_here, digest = self._take_early(pull)
         if not is_here:
-            sums = self._remote.pull(pull.pages, into, self._checks)
-            digest = None if sums is None else integrity.of_pages(pull.epoch, sums)
+            sums = self._remotes[pull.group].pull(pull.pages, into, self._checks)
+            digest = None if sums is None else integrity.of_pages(pull.epoch, sums, pull.group)
         return None if digest in (None, pull.checksum) else "checksum differs"
 
     def _take_early(self, pull: PullReady) -> tuple[bool, int | None]:
@@ -252,7 +257,7 @@ class PullReceiver(UnthreadedMover):
         """
         found = [early for early in self._early if early.overlaps(pull)]
         if any(not early.is_of(pull) for early in found):
-            self._remote.expire()
+            self._expire()
         for early in found:
             start = time.perf_counter()
             early.read()
@@ -262,6 +267,10 @@ class PullReceiver(UnthreadedMover):
             if early.is_of(pull) and not early.deferred.is_void:
                 return True, early.digest
         return False, None
+
+    def _expire(self) -> None:
+        for remote in self._remotes:
+            remote.expire()
 
     def _drop(self, early: EarlyPull) -> None:
         self._early.remove(early)

@@ -101,7 +101,7 @@ class PullSender(UnthreadedMover):
             self._batches[key] = PullBatch(num_tokens)
 
     def chunk_scheduled(
-        self, key: Key, first_token: int, num_tokens: int, pages: list[BlockId], early_planes: int
+        self, key: Key, first_token: int, num_tokens: int, pages: list[BlockId], early_planes: int, group: int = 0
     ) -> None:
         """Announce a chunk, now or when pages are granted, unless it is to wait for later ones.
 
@@ -123,6 +123,7 @@ class PullSender(UnthreadedMover):
                 pages=pages,
                 early_planes=early_planes,
                 mark=mark,
+                group=group,
             )
             self._early[key].append(message)
             self._send_scheduled(key)

@@ -5,7 +5,7 @@ It checks segments in staging before it copies them to granted pages.
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -43,13 +43,13 @@ class ChunkAssembly:
         return self.header.request_id, self.header.epoch
 
     def continues(self, segment: KVSegment) -> bool:
-        ours, theirs = self.header, segment.header
-        return segment.offset == self.offset > 0 and (ours.request_id, ours.epoch, ours.index, ours.nbytes) == (
-            theirs.request_id,
-            theirs.epoch,
-            theirs.index,
-            theirs.nbytes,
-        )
+        return segment.offset == self.offset > 0 and _same_chunk(self.header, segment.header)
+
+
+def _same_chunk(one: ChunkHeader, other: ChunkHeader) -> bool:
+    """Return whether two segments' headers, whose checksums may differ, are of one chunk."""
+    is_same_place = (one.index, one.group, one.nbytes) == (other.index, other.group, other.nbytes)
+    return is_same_place and (one.request_id, one.epoch) == (other.request_id, other.epoch)
 
 
 class Receiver:
@@ -58,7 +58,7 @@ class Receiver:
     def __init__(
         self,
         grants: GrantTable,
-        staging: Staging,
+        stagings: Sequence[Staging],
         channel: Inbound,
         commit: Callable[[Commit], None],
         on_arrived: Callable[[ChunkHeader], None],
@@ -66,11 +66,11 @@ class Receiver:
         on_drained: Callable[[Key], None],
         codec: SegmentCodec | None = None,
     ) -> None:
-        self._grants, self._staging, self._channel = grants, staging, channel
+        self._grants, self._stagings, self._channel = grants, stagings, channel
         self._commit, self._on_arrived, self._on_bad, self._on_drained = commit, on_arrived, on_bad, on_drained
         self._codec, self._decoded = codec, np.empty(0, dtype=np.uint8)
         self._assembly: ChunkAssembly | None = None
-        self._being_written: deque[np.ndarray] = deque()  # the units of its chunk, for each segment
+        self._being_written: deque[tuple[int, np.ndarray]] = deque()  # a segment's group, and the units of its chunk
         self.nbytes = self.num_chunks = self.num_bad = self.num_stale = 0
         self.busy_s = 0.0
 
@@ -80,7 +80,8 @@ class Receiver:
         Raises PeerLost when the channel broke, Corrupt when sender and receiver have lost step, TransferError when a
         device failed.
         """
-        self._staging.enter()
+        for staging in self._stagings:
+            staging.enter()
         while True:
             self._channel.receive(self._take)
 
@@ -116,14 +117,14 @@ class Receiver:
     def _begin(self, segment: KVSegment) -> ChunkAssembly:
         """Decide by the header whether this chunk may be written."""
         header = segment.header
-        assembly = ChunkAssembly(header, None, segment.offset, integrity.seed(header.epoch))
+        assembly = ChunkAssembly(header, None, segment.offset, integrity.seed(header.epoch, header.group))
         granted = self._grants.find(assembly.key)
         if granted is None:
             self.num_stale += 1
             return assembly
         reason = "its first bytes are missing" if segment.offset else granted.check(header)
-        units = self._staging.units(granted.pages(header)) if not reason else None
-        if units is not None and any(np.isin(units, others).any() for others in self._being_written):
+        units = self._stagings[header.group].units(granted.pages(header)) if not reason else None
+        if units is not None and self._is_being_written(header.group, units):
             reason = "pages of it are being written"
         if reason:
             self._bad(assembly, header, reason)
@@ -131,9 +132,12 @@ class Receiver:
             assembly.units = units
         return assembly
 
+    def _is_being_written(self, group: int, units: np.ndarray) -> bool:
+        return any(group == other and np.isin(units, others).any() for other, others in self._being_written)
+
     def _payload(self, assembly: ChunkAssembly, segment: KVSegment, slot: Slot) -> Any:
         """Return the bytes of a segment, decoded. Raises Corrupt if their number or their code is wrong."""
-        unit_nbytes = self._staging.unit_nbytes
+        unit_nbytes = self._stagings[assembly.header.group].unit_nbytes
         if segment.nbytes <= 0 or segment.nbytes % unit_nbytes or segment.nbytes > len(slot.payload):
             raise Corrupt(f"a message of {segment.nbytes} bytes; pages are {unit_nbytes}")
         if segment.offset + segment.nbytes > assembly.header.nbytes:
@@ -150,7 +154,7 @@ class Receiver:
 
     def _check(self, assembly: ChunkAssembly, segment: KVSegment, payload: Any) -> None:
         """Raise Corrupt if the checksum up to this segment, which is in no page yet, is not the sender's."""
-        checksum = self._staging.extend(assembly.checksum, payload, segment.nbytes)
+        checksum = self._stagings[assembly.header.group].extend(assembly.checksum, payload, segment.nbytes)
         if checksum is not None:
             assembly.checksum = checksum
             if checksum != segment.header.checksum:
@@ -162,10 +166,11 @@ class Receiver:
             assembly.units = None
             return None
         # No `leave` if the device fails, which ends the link.
-        first, size = segment.offset // self._staging.unit_nbytes, segment.nbytes // self._staging.unit_nbytes
-        unpacking = self._staging.unpack(payload, assembly.units[first : first + size])
+        group, staging = assembly.header.group, self._stagings[assembly.header.group]
+        first, size = segment.offset // staging.unit_nbytes, segment.nbytes // staging.unit_nbytes
+        unpacking = staging.unpack(payload, assembly.units[first : first + size])
         if unpacking is not None:
-            self._being_written.append(assembly.units)
+            self._being_written.append((group, assembly.units))
             return Taking(unpacking, partial(self._finish, assembly, segment, unpacking))
         self._written(assembly, segment, None)
         return None
@@ -197,7 +202,7 @@ class Receiver:
         assembly.sums.append(sums)
         if not segment.is_last:
             return None
-        found = integrity.of_pages(segment.header.epoch, np.concatenate(assembly.sums))
+        found = integrity.of_pages(segment.header.epoch, np.concatenate(assembly.sums), segment.header.group)
         return "checksum differs" if found != segment.header.checksum else None
 
     def _count_arrived(self, header: ChunkHeader) -> None:

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -144,14 +144,14 @@ class Sender:
     def __init__(
         self,
         queue: SendQueue,
-        staging: Staging,
+        stagings: Sequence[Staging],
         channel: Outbound,
         send_fin: Callable[[Fin], None],
         on_sent: Callable[[Key, int, float, float], None],
         on_drained: Callable[[Key], None],
         compressor: Compressor | None = None,
     ) -> None:
-        self._queue, self._staging, self._channel, self._send_fin = queue, staging, channel, send_fin
+        self._queue, self._stagings, self._channel, self._send_fin = queue, stagings, channel, send_fin
         self._on_sent, self._on_drained = on_sent, on_drained
         self._compressor = compressor
         self.nbytes = self.num_chunks = 0
@@ -161,7 +161,8 @@ class Sender:
 
     def run(self) -> None:
         """Send until stopped. Raises PeerLost when the channel broke, TransferError when a device failed."""
-        self._staging.enter()
+        for staging in self._stagings:
+            staging.enter()
         self._channel.flush()  # lets the channel do now what it does before its first message
         while job := self._queue.take():
             start = time.perf_counter()
@@ -188,14 +189,15 @@ class Sender:
 
     def _send_chunk(self, job: ChunkJob) -> int | None:
         """Send the chunk; return its bytes, or None if its attempt ended on the way."""
-        units, unit_nbytes = self._staging.units(job.pages), self._staging.unit_nbytes
-        header = self._staging.begin(job.header)
-        for span in plan.split(len(units), self._staging.units_per_message):
+        staging = self._stagings[job.header.group]
+        units, unit_nbytes = staging.units(job.pages), staging.unit_nbytes
+        header = staging.begin(job.header)
+        for span in plan.split(len(units), staging.units_per_message):
             if not self._queue.is_alive(job.key):
                 self._has_cut |= span.first > 0
                 return None
             slot = self._channel.acquire()
-            checksum = self._staging.pack(units[span.first : span.last], slot.payload, header.checksum)
+            checksum = staging.pack(units[span.first : span.last], slot.payload, header.checksum)
             piece = KVSegment(header, span.first * unit_nbytes, span.num_units * unit_nbytes, self._has_cut)
             if self._compressor is None:
                 header = self._send_piece(slot, piece, checksum)
@@ -213,10 +215,11 @@ class Sender:
 
     def _send_compressed(self, compressor: Compressor, slot: Slot, piece: KVSegment, checksum: int) -> ChunkHeader:
         """Send a segment at the level that pays; the checksum becomes that of what the receiver will decode."""
-        pages, first = slot.payload[: piece.nbytes], piece.offset // self._staging.unit_nbytes
+        staging = self._stagings[piece.header.group]
+        pages, first = slot.payload[: piece.nbytes], piece.offset // staging.unit_nbytes
         level, payload = compressor.compress(piece.header, first, pages, piece.header.nbytes - piece.offset)
         if level:
-            decoded = self._staging.extend(piece.header.checksum, pages, piece.nbytes)
+            decoded = staging.extend(piece.header.checksum, pages, piece.nbytes)
             checksum = checksum if decoded is None else decoded
             pages[: len(payload)] = np.frombuffer(payload, dtype=np.uint8)
             piece = msgspec.structs.replace(piece, level=level, coded_nbytes=len(payload))

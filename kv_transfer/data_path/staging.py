@@ -22,7 +22,7 @@ from process.timer_slack import set_timer_slack
 
 
 class Staging(Protocol):
-    """The staging of one end of a channel, used by its data thread.
+    """The staging of one group at one end of a channel, used by its data thread.
 
     The methods raise TransferError if a device fails.
     """
@@ -61,23 +61,30 @@ class Staging(Protocol):
         ...
 
 
-def sender_staging(channel: Channel, pool: Pool, ring: Ring, ours: Terms, theirs: Terms) -> Staging:
-    """Return the staging of the sender, which rounds if the peer's number format is narrower."""
+def sender_stagings(
+    channel: Channel, pools: Sequence[Pool], ring: Ring, ours: Terms, theirs: Terms
+) -> tuple[Staging, ...]:
+    """Return the sender's staging of each group, which rounds if the peer's number format is narrower."""
     if isinstance(channel, DeviceChannel) and conversion.narrows(ours.layout, theirs.layout):
         num_parts = conversion.num_parts(ours.layout, theirs.layout)
-        return NarrowingStaging(channel.pool, channel.slot_nbytes, theirs.layout, theirs.plane_scales, num_parts)
-    return staging_of(channel, pool, ring, receiver=theirs, sender=ours)
+        scales = theirs.plane_scales
+        return (NarrowingStaging(channel.pool, channel.slot_nbytes, theirs.layout, scales, num_parts),)
+    return stagings_of(channel, pools, ring, receiver=theirs, sender=ours)
 
 
-def staging_of(channel: Channel, pool: Pool, ring: Ring, receiver: Terms, sender: Terms) -> Staging:
-    """Return the staging of an end that does not round.
+def stagings_of(
+    channel: Channel, pools: Sequence[Pool], ring: Ring, receiver: Terms, sender: Terms
+) -> tuple[Staging, ...]:
+    """Return the staging of each group, at an end that does not round.
 
     A device's checksums are made when KV is computed, so its sender decides whether there are any.
     """
     num_parts = conversion.num_parts(sender.layout, receiver.layout)
     if isinstance(channel, DeviceChannel):
-        return DeviceStaging(channel.pool, channel.slot_nbytes, sender.checksum, num_parts)
-    return HostStaging(pool, ring.slot_nbytes, receiver.checksum or sender.checksum, num_parts)
+        slot_nbytes = channel.slot_nbytes
+        return tuple(DeviceStaging(pool, slot_nbytes, sender.checksum, num_parts) for pool in channel.pools)
+    checks = receiver.checksum or sender.checksum
+    return tuple(HostStaging(pool, ring.slot_nbytes, checks, num_parts) for pool in pools)
 
 
 class HostStaging:
@@ -98,7 +105,7 @@ class HostStaging:
         return plan.row_ids(pages, self._num_parts * self._pool.num_planes, self._pool.num_blocks)
 
     def begin(self, header: ChunkHeader) -> ChunkHeader:
-        return msgspec.structs.replace(header, checksum=integrity.seed(header.epoch))
+        return msgspec.structs.replace(header, checksum=integrity.seed(header.epoch, header.group))
 
     def pack(self, units: np.ndarray, payload: np.ndarray, checksum: int) -> int:
         bytes_ = payload[: len(units) * self.unit_nbytes]

@@ -4,7 +4,7 @@ import logging
 import math
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from contracts.errors import TandemError, TransferError
@@ -30,7 +30,7 @@ from kv_transfer.data_path.compression import SegmentCodec
 from kv_transfer.data_path.grant import GrantTable
 from kv_transfer.data_path.pull_receiver import PullReceiver
 from kv_transfer.data_path.receiver import Receiver
-from kv_transfer.data_path.staging import staging_of
+from kv_transfer.data_path.staging import stagings_of
 from kv_transfer.events import ChunkBad, ChunkLanded
 from kv_transfer.links.link import Link, LinkParts
 from kv_transfer.transports.base import DeviceInbound
@@ -46,7 +46,7 @@ class IncomingLink(Link):
     receives = (Offer, PullScheduled, PullReady, Fin, Abort, AbortAck)
 
     def __init__(self, parts: LinkParts, hello: Hello) -> None:
-        self.grants = GrantTable(parts.layout, parts.pool.num_blocks)
+        self.grants = GrantTable(parts.layout, [pool.num_blocks for pool in parts.pools])
         self._pull_receiver: PullReceiver | None = None
         self._is_quiet = self._has_looked = False
         super().__init__(parts, hello.worker_id, hello.incarnation, self.grants)
@@ -81,19 +81,20 @@ class IncomingLink(Link):
         ours, find = self.parts.terms, self.parts.transports.find
         try:
             theirs = handshake.agree(wire, ours, sends=False)
-            self.parts.pool.agreed(conversion.num_parts(ours.layout, theirs.layout), sends=False)
+            for pool in self.parts.pools:
+                pool.agreed(conversion.num_parts(ours.layout, theirs.layout), sends=False)
             names = candidates(theirs, ours)
             self.transport, channel = handshake.dispose(wire, names, find, self.parts.ring, attached)
         except TandemError as error:
             handshake.reject(wire, error)
             raise
         if isinstance(channel, MappedPool):
-            self._pull_receiver = self._pull_receiver_of(channel.remote, theirs.checksum)
+            self._pull_receiver = self._pull_receiver_of(channel.remotes, theirs.checksum)
             self._serve(wire.sock, theirs, channel, self._pull_receiver)
             return
         receiver = Receiver(
             self.grants,
-            staging_of(channel, self.parts.pool, self.parts.ring, receiver=ours, sender=theirs),
+            stagings_of(channel, self.parts.pools, self.parts.ring, receiver=ours, sender=theirs),
             channel,
             self.send,
             self._on_arrived,
@@ -109,8 +110,8 @@ class IncomingLink(Link):
         levels = common_levels(theirs, ours, self.transport)
         return SegmentCodec(ours.layout, conversion.num_parts(ours.layout, theirs.layout), levels) if levels else None
 
-    def _pull_receiver_of(self, remote: RemotePool, checks: bool) -> PullReceiver:
-        facts = self.grants, self.parts.layout, remote, checks, self._is_left
+    def _pull_receiver_of(self, remotes: Sequence[RemotePool], checks: bool) -> PullReceiver:
+        facts = self.grants, self.parts.layout, remotes, checks, self._is_left
         return PullReceiver(*facts, self.send, self._on_fetched, self._on_bad, self._on_drained)
 
     def _is_left(self) -> bool:

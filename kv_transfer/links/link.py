@@ -49,13 +49,13 @@ class LinkParts:
     `emit` queues an event for the owner and wakes it up, `note` and `wake` do one of the two; `on_proved` is called
     with a link whose peer has proved itself, `on_lost` takes a link out of the node's tables. `is_busy`: the owner
     computes, and would be disturbed by a thread that does not sleep. `paths`: where sending links report success and
-    failure. `keep_warm`: for threads that wait without sleep, see warm_path.
+    failure. `pools`: of each group. `keep_warm`: for threads that wait without sleep, see warm_path.
     """
 
     settings: TransferSettings
     identity: Identity
     layout: KVLayout
-    pool: Pool
+    pools: Sequence[Pool]
     memory: str
     plane_scales: Sequence[float]
     transports: Transports
@@ -72,7 +72,7 @@ class LinkParts:
     def ring(self) -> Ring:
         return Ring(
             self.settings.num_slots,
-            max(self.settings.slot_nbytes, self.pool.page_nbytes),
+            max(self.settings.slot_nbytes, *(pool.page_nbytes for pool in self.pools)),
             self.settings.stall_timeout_s,
             self.settings.trial_timeout_s,
         )
@@ -81,7 +81,7 @@ class LinkParts:
     def terms(self) -> Terms:
         return Terms(
             layout=self.layout,
-            num_blocks=self.pool.num_blocks,
+            num_blocks=sum(pool.num_blocks for pool in self.pools),
             transport=self.settings.transport,
             available=self.transports.available(),
             boot_id=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),

@@ -36,7 +36,7 @@ from kv_transfer.connection.handshake_socket import Deadline, HandshakeSocket
 from kv_transfer.data_path.compression import Compressor, SegmentCodec
 from kv_transfer.data_path.pull_sender import PullSender
 from kv_transfer.data_path.sender import ChunkJob, FinJob, Key, Sender, SendQueue, check_sendable
-from kv_transfer.data_path.staging import sender_staging
+from kv_transfer.data_path.staging import sender_stagings
 from kv_transfer.events import LinkStats
 from kv_transfer.links.handoff_rate import HandoffRate
 from kv_transfer.links.link import Link, LinkParts
@@ -108,11 +108,11 @@ class OutgoingLink(Link):
             self.queue.put(ChunkJob(header, list(pages)))
 
     def chunk_scheduled(
-        self, key: Key, first_token: int, num_tokens: int, pages: Sequence[BlockId], early_planes: int
+        self, key: Key, first_token: int, num_tokens: int, pages: Sequence[BlockId], early_planes: int, group: int = 0
     ) -> None:
         """Announce a chunk that is about to be computed; nothing is sent unless decode fetches."""
         if self._pull_sender is not None:
-            self._pull_sender.chunk_scheduled(key, first_token, num_tokens, list(pages), early_planes)
+            self._pull_sender.chunk_scheduled(key, first_token, num_tokens, list(pages), early_planes, group)
 
     def chunks_launched(self, is_all: bool) -> None:
         """Report launched chunks; see node.TransferNode."""
@@ -158,7 +158,8 @@ class OutgoingLink(Link):
         theirs = handshake.agree(wire, ours, sends=True)
         self._num_parts = conversion.num_parts(ours.layout, theirs.layout)
         self._other_layout = theirs.layout if theirs.layout != ours.layout else None
-        self.parts.pool.agreed(self._num_parts, sends=True)
+        for pool in self.parts.pools:
+            pool.agreed(self._num_parts, sends=True)
         names = candidates(ours, theirs)
         self.transport, channel = handshake.propose(wire, names, self.parts.transports.find, ring, self._dial_data)
         if isinstance(channel, SharedPool):
@@ -168,21 +169,22 @@ class OutgoingLink(Link):
             self._pull_sender = PullSender(self.queue, channel.mark, self.send, self._rate.reported)
             self._serve(sock, theirs, channel, self._pull_sender)
             return
-        staging = sender_staging(channel, self.parts.pool, ring, ours, theirs)
+        stagings = sender_stagings(channel, self.parts.pools, ring, ours, theirs)
         if isinstance(channel, TcpOutbound) and (levels := common_levels(ours, theirs, self.transport)):
             segments = SegmentCodec(theirs.layout, self._num_parts, levels)
             self._compressor = Compressor(segments, ring.slot_nbytes, lambda: channel.queued_nbytes)
-        sender = Sender(self.queue, staging, channel, self.send, self._rate.sent, self._on_drained, self._compressor)
+        sender = Sender(self.queue, stagings, channel, self.send, self._rate.sent, self._on_drained, self._compressor)
         self._serve(sock, theirs, channel, sender)
 
     def _for_peer(self, header: ChunkHeader, pages: Sequence[BlockId], checksums: np.ndarray | None) -> ChunkHeader:
         """Return the header of the same chunk in the peer's layout, as the peer checks it."""
         facts: dict[str, int | str] = {}
         if checksums is not None:
-            sums = self.parts.pool.in_parts(checksums, pages, self._num_parts)
-            facts["checksum"] = integrity.of_pages(header.epoch, sums)
+            sums = self.parts.pools[header.group].in_parts(checksums, pages, self._num_parts)
+            facts["checksum"] = integrity.of_pages(header.epoch, sums, header.group)
         if layout := self._other_layout:
-            facts |= {"layout_id": layout.layout_id, "nbytes": plan.chunk_nbytes(layout, header.num_tokens)}
+            nbytes = plan.chunk_nbytes(layout, header.num_tokens, header.group)
+            facts |= {"layout_id": layout.layout_id, "nbytes": nbytes}
         return msgspec.structs.replace(header, **facts)
 
     def _dial(self) -> socket.socket:

@@ -9,7 +9,7 @@ kv_transfer.data_path.pull_receiver.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from socket import socket
 from typing import Any, Protocol
@@ -93,14 +93,19 @@ class Channel(Protocol):
 
 
 class DeviceChannel:
-    """A channel whose payloads of `slot_nbytes` are in the memory of the pool's device.
+    """A channel whose payloads of `slot_nbytes` are in the memory of the pools' device.
 
-    `is_direct`: the bytes never pass through a host's memory.
+    `pools` are those of all groups. `is_direct`: the bytes never pass through a host's memory.
     """
 
-    pool: DevicePool
+    pools: Sequence[DevicePool]
     slot_nbytes: int
     is_direct: bool = True
+
+    @property
+    def pool(self) -> DevicePool:
+        """Return the first group's pool, for what concerns the device."""
+        return self.pools[0]
 
 
 class DeviceInbound(ABC):

@@ -1,6 +1,7 @@
 """The staging of links in a device's memory: slots that one link leases after another."""
 
 import threading
+from collections.abc import Sequence
 
 from contracts.errors import TransferError
 from kv_transfer.chunks.device_pool import Buffer, DevicePool
@@ -8,19 +9,19 @@ from kv_transfer.transports.staging_budget import NUM_SLOTS, Allowance
 
 
 class Slots:
-    """The slots of a link, in the memory of the pool's device.
+    """The slots of a link, in the memory of the pools' device. Each holds a block of the largest group at least.
 
     Raises TransferError if there is no memory for them.
     """
 
-    def __init__(self, pool: DevicePool, allowance: Allowance, most_nbytes: int) -> None:
-        self.pool, self._allowance = pool, allowance
-        self.slot_nbytes = allowance.take(pool.block_nbytes, most_nbytes)
+    def __init__(self, pools: Sequence[DevicePool], allowance: Allowance, most_nbytes: int) -> None:
+        self.pools, self.pool, self._allowance = pools, pools[0], allowance
+        self.slot_nbytes = allowance.take(max(pool.block_nbytes for pool in pools), most_nbytes)
         self.buffers: list[Buffer] = []
-        pool.enter()
+        self.pool.enter()
         try:
             for _ in range(NUM_SLOTS):
-                self.buffers.append(pool.allocate(self.slot_nbytes))
+                self.buffers.append(self.pool.allocate(self.slot_nbytes))
         except TransferError:
             self.free()
             raise
@@ -40,8 +41,8 @@ class Arena:
     and memory that is freed then stays in use while the peer lives (seen on two H200).
     """
 
-    def __init__(self, pool: DevicePool, allowance: Allowance) -> None:
-        self._pool, self._allowance = pool, allowance
+    def __init__(self, pools: Sequence[DevicePool], allowance: Allowance) -> None:
+        self._pools, self._allowance = pools, allowance
         self._unused: list[Slots] = []
         self._lock = threading.Lock()
 
@@ -52,7 +53,7 @@ class Arena:
                 best = max(self._unused, key=lambda slots: slots.slot_nbytes)
                 self._unused.remove(best)
                 return best
-        return Slots(self._pool, self._allowance, most_nbytes)
+        return Slots(self._pools, self._allowance, most_nbytes)
 
     def give_back(self, slots: Slots) -> None:
         """Take back slots that nothing uses any more."""
@@ -71,7 +72,7 @@ class Lease:
 
     def __init__(self, arena: Arena, most_nbytes: int) -> None:
         self._arena, self._slots = arena, arena.take(most_nbytes)
-        self.pool, self.slot_nbytes, self.buffers = self._slots.pool, self._slots.slot_nbytes, self._slots.buffers
+        self.pools, self.slot_nbytes, self.buffers = self._slots.pools, self._slots.slot_nbytes, self._slots.buffers
         self._is_over = False
 
     def end(self) -> None:

@@ -6,7 +6,7 @@ proves the end of an attempt by waiting for its own copies; the writes of anothe
 it was killed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from socket import socket
 
 import msgspec
@@ -17,31 +17,31 @@ from kv_transfer.transports.base import Ring
 
 
 class NvlinkPoolExport(msgspec.Struct, frozen=True):
-    """The description of a pool that the sender exports; see device_pool.DevicePool."""
+    """The description of the pools that the sender exports, one of each group; see device_pool.DevicePool."""
 
-    pool: bytes
+    pools: list[bytes]
     mark: bytes
 
 
 class NvlinkTransport:
-    """The transport of one pool.
+    """The transport of the pools of all groups, which are on one device.
 
     If the sender's device can set marks, the receiver waits on them for chunks that are not computed yet.
     """
 
     name = "nvlink"
 
-    def __init__(self, pool: DevicePool) -> None:
-        self._pool = pool
+    def __init__(self, pools: Sequence[DevicePool]) -> None:
+        self._pools = pools
 
     def open(self, session: bytes, ring: Ring, connect: Callable[[], socket]) -> "SharedPool":
-        """Export the pool. Raises TransferError where the device can't share it."""
-        return SharedPool(self._pool.share(), self._pool.mark())
+        """Export the pools. Raises TransferError where the device can't share them."""
+        return SharedPool([pool.share() for pool in self._pools], self._pools[0].mark())
 
     def accept(
         self, session: bytes, ring: Ring, params: bytes, attached: Callable[[], socket]
     ) -> tuple["MappedPool", bytes]:
-        """Map the peer's pool.
+        """Map the peer's pools.
 
         Raises TransferError if it can't be read from here: another host or container, or no path between the two
         devices.
@@ -50,20 +50,29 @@ class NvlinkTransport:
             sharing = msgspec.msgpack.decode(params, type=NvlinkPoolExport)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise TransferError(f"the peer does not say what it shares: {error}") from error
-        return MappedPool(self._pool.attach(sharing.pool, sharing.mark)), b""
+        if len(sharing.pools) != len(self._pools):
+            raise TransferError(f"the peer shares {len(sharing.pools)} pools; the layout has {len(self._pools)} groups")
+        remotes: list[RemotePool] = []
+        try:
+            for pool, shared in zip(self._pools, sharing.pools, strict=True):
+                remotes.append(pool.attach(shared, sharing.mark))
+        except TransferError:
+            MappedPool(remotes).close()
+            raise
+        return MappedPool(remotes), b""
 
     def close(self) -> None:
         pass
 
 
 class SharedPool:
-    """The sender's end, offer and channel in one: the pool stays exported while this process lives."""
+    """The sender's end, offer and channel in one: the pools stay exported while this process lives."""
 
     detail = "read by the peer"
 
-    def __init__(self, pool: bytes, mark: DeviceSemaphore | None) -> None:
+    def __init__(self, pools: list[bytes], mark: DeviceSemaphore | None) -> None:
         self.mark = mark
-        self.params = msgspec.msgpack.encode(NvlinkPoolExport(pool, mark.shared if mark is not None else b""))
+        self.params = msgspec.msgpack.encode(NvlinkPoolExport(pools, mark.shared if mark is not None else b""))
 
     def finish(self, answer: bytes) -> "SharedPool":
         return self
@@ -79,18 +88,20 @@ class SharedPool:
 
 
 class MappedPool:
-    """The receiver's end."""
+    """The receiver's end: the peer's pool of each group."""
 
-    def __init__(self, remote: RemotePool) -> None:
-        self.remote = remote
+    def __init__(self, remotes: Sequence[RemotePool]) -> None:
+        self.remotes = remotes
 
     @property
     def detail(self) -> str:
-        return self.remote.detail
+        return "; ".join(remote.detail for remote in self.remotes)
 
     def interrupt(self) -> None:
         """Stop the waits for marks; copies that are under way end by themselves, within milliseconds."""
-        self.remote.expire()
+        for remote in self.remotes:
+            remote.expire()
 
     def close(self) -> None:
-        self.remote.close()
+        for remote in self.remotes:
+            remote.close()

@@ -26,10 +26,11 @@ _OF_DEVICES = {"ucx": "kv_transfer.transports.ucx_device:UcxDeviceTransport"}
 class Transports:
     """The transports of one node.
 
-    `given`: ready transports that replace the ones of the same name. `device`: the pool, if it is in a device's memory.
+    `given`: ready transports that replace the ones of the same name. `device`: the pools of all groups, if they are in
+    a device's memory.
     """
 
-    def __init__(self, given: Mapping[str, Transport] | None = None, device: DevicePool | None = None) -> None:
+    def __init__(self, given: Mapping[str, Transport] | None = None, device: Sequence[DevicePool] = ()) -> None:
         self._given, self._device = dict(given or {}), device
         self._loaded = dict(self._given)
         self._lock = threading.Lock()
@@ -46,7 +47,7 @@ class Transports:
         """Return the transport. Raises TransferError if it can't be loaded."""
         with self._lock:
             if name not in self._loaded:
-                is_device = self._device is not None and name in _OF_DEVICES
+                is_device = bool(self._device) and name in _OF_DEVICES
                 where, made_of = (_OF_DEVICES[name], [self._device]) if is_device else (_CLASSES[name], [])
                 self._loaded[name] = _load(name, where, made_of)
             return self._loaded[name]

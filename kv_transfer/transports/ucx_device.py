@@ -14,7 +14,7 @@
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from socket import socket
@@ -64,8 +64,8 @@ class UcxDeviceTransport:
 
     name = "ucx"
 
-    def __init__(self, pool: DevicePool) -> None:
-        self._arena = Arena(pool, Allowance())
+    def __init__(self, pools: Sequence[DevicePool]) -> None:
+        self._arena = Arena(pools, Allowance())
 
     def open(self, session: bytes, ring: Ring, connect: Callable[[], socket]) -> ChannelOffer:
         """Offer a channel. Raises TransferError if UCX does not start, or the device lacks memory for staging."""
@@ -164,8 +164,8 @@ class _DeviceChannel(UcxChannel, DeviceChannel):
 
     def __init__(self, engine: UcxDeviceWorker, lease: Lease) -> None:
         super().__init__(engine)
-        self.pool, self.slot_nbytes, self._lease = lease.pool, lease.slot_nbytes, lease
-        self._memory_type = _MEMORY_TYPES[lease.pool.kind]
+        self.pools, self.slot_nbytes, self._lease = lease.pools, lease.slot_nbytes, lease
+        self._memory_type = _MEMORY_TYPES[self.pool.kind]
 
     def close(self) -> None:
         """Close the channel. Staging that UCX has not let go of is never freed."""

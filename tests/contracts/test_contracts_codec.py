@@ -28,7 +28,7 @@ REF = WorkerRef(WorkerId("w"), Incarnation("i"), "http://w", "w:1")
 FIRST = Token(0, 42, -0.5, [(42, -0.5), (7, -1.25)])
 HANDOFF = [
     Offer(R, E, 100, "layout"),
-    Grant(R, E, [BlockId(5), BlockId(2)], 32),
+    Grant(R, E, [[BlockId(5), BlockId(2)]], 32),
     ChunkHeader(R, E, 1, 32, 20, "layout", 4096, 2**63),
     Fin(R, E, 2, FIRST, 16),
     Abort(R, E, "cancelled", "the client left"),

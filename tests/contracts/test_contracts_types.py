@@ -66,7 +66,7 @@ def test_an_adapter_and_a_salt_begin_a_chain_of_their_own():
 def test_a_key_is_the_same_in_every_process():
     """Pinned: a store outlives the version that filled it."""
     assert layout().shared_id.hex() == "14f0fedd896618f2a372d04cbe829a61"
-    assert block_key(layout().shared_id, chain_hashes(range(4), 4)[0]).hex() == "b6381f32390ab5a422b3fbd290a3c18a"
+    assert block_key(layout().shared_id, chain_hashes(range(4), 4)[0]).hex() == "ca50b3900862dc0c6def5cafd11e51f2"
 
 
 def test_a_key_differs_with_anything_that_decides_a_block():
@@ -74,8 +74,8 @@ def test_a_key_differs_with_anything_that_decides_a_block():
     chains = (b"", salted("salt"), salted("", b"adapter"), chain_hashes(range(16), 16)[0])
     layouts = (layout(), two_groups(), two_groups(dtype="float32"), two_groups(weights="x"), *others)
     blocks = [chain_hashes(range(100, 132), 16, previous=chain)[-1] for chain in chains]
-    keys = {block_key(kv.shared_id, block) for kv in layouts for block in blocks}
-    assert len(keys) == len(layouts) * len(blocks)
+    keys = {block_key(kv.shared_id, block, group) for kv in layouts for block in blocks for group in range(2)}
+    assert len(keys) == 2 * len(layouts) * len(blocks)
 
 
 def test_workers_with_other_numbers_of_shards_share_keys():

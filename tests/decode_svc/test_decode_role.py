@@ -60,7 +60,7 @@ def test_pages_beyond_the_cached_prefix_are_granted():
     side.begin("r", 20)
     side.offer("r", 20)
     ((_, grant),) = side.node.told("grant")
-    assert (grant.skip_tokens, grant.pages) == (8, [2, 3, 4])
+    assert (grant.skip_tokens, grant.pages) == (8, [[2, 3, 4]])
 
 
 def test_a_first_step_is_prepared_when_prefill_has_the_grant():

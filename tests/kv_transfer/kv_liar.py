@@ -34,7 +34,7 @@ def lie_once(crime: str) -> None:
 
 
 def _honest_words(sender: Sender, job: ChunkJob) -> list[Said]:
-    staging, words = sender._staging, []
+    staging, words = sender._stagings[job.header.group], []
     page_nbytes, units, checksum = staging.unit_nbytes, staging.units(job.pages), staging.begin(job.header).checksum
     for span in plan.split(len(units), MESSAGE_NBYTES // page_nbytes):
         data = np.empty(span.num_units * page_nbytes, dtype=np.uint8)

@@ -37,7 +37,7 @@ class MovedNode:
         for page, event in enumerate(self.events()):
             match event:
                 case MessageReceived(peer_id, Offer(request_id, epoch)):
-                    self.node.grant(peer_id, Grant(request_id, epoch, [BlockId(page)], 0))
+                    self.node.grant(peer_id, Grant(request_id, epoch, [[BlockId(page)]], 0))
 
     def ask(self, address: str, number: int) -> str:
         peer = WorkerRef(WorkerId("decode"), Incarnation("1"), "", address)

@@ -113,7 +113,7 @@ class Owner(Peer):
             self.node.wait(event.peer_id, Wait(*key, str(error)))
             return False
         self.held[key] = event.peer_id, blocks
-        self.node.grant(event.peer_id, Grant(*key, blocks, 0))
+        self.node.grant(event.peer_id, Grant(*key, [blocks], 0))
         return True
 
     def commit(self, request_id: str, num_chunks: int = 2, epoch: int = 1) -> None:

@@ -42,8 +42,9 @@ class Peer(PoolOwner):
     ) -> None:
         self.name, self.layout = WorkerId(name), layout
         self.incarnation = Incarnation(secrets.token_hex(4))
-        shape = (layout.only_group.num_planes, num_blocks, layout.only_group.page_nbytes(1))
-        pages = np.random.default_rng(len(name)).integers(0, 256, shape, dtype=np.uint8)
+        shapes = [(group.num_planes, num_blocks, group.page_nbytes(1)) for group in layout.groups]
+        rng = np.random.default_rng(len(name))
+        pages = [rng.integers(0, 256, shape, dtype=np.uint8) for shape in shapes]
         super().__init__(name, pages, layout, settings.get("transport"), pool)
         self.woken = threading.Event()
         self.seen: list[TransferEvent] = []
@@ -56,15 +57,15 @@ class Peer(PoolOwner):
             self.name,
             self.incarnation,
             layout,
-            self.device or pages,
+            self.pools,
             self.woken.set,
             transports,
         )
         self.node.start()
 
-    def checksums(self, blocks: Sequence[BlockId]) -> np.ndarray | None:
+    def checksums(self, blocks: Sequence[BlockId], group: int = 0) -> np.ndarray | None:
         """Return the checksums as an engine has them made."""
-        return self.device.checksums(blocks).wait() if self.device is not None else None
+        return self.devices[group].checksums(blocks).wait() if self.devices else None
 
     @property
     def ref(self) -> WorkerRef:
@@ -103,7 +104,7 @@ def offer_and_grant(
     key = RequestId(request_id), Epoch(epoch)
     prefill.node.offer(decode.ref, Offer(*key, num_tokens, prefill.layout.layout_id))
     decode.message(Offer, request_id)
-    decode.node.grant(prefill.name, Grant(*key, [BlockId(page) for page in pages], skip))
+    decode.node.grant(prefill.name, Grant(*key, [[BlockId(page) for page in pages]], skip))
     prefill.message(Grant, request_id)
 
 

@@ -3,8 +3,10 @@ latter load torch, which takes a new process seconds.
 """
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from contracts.layout import KVLayout
@@ -12,19 +14,24 @@ from kv_transfer.node import TransferNode
 
 
 class PoolOwner:
-    """A node and the pages `[num_planes, num_blocks, bytes in all shards]` that it moves; `device` holds them if there
-    is one.
+    """A node and the pages `[num_planes, num_blocks, bytes in all shards]` of each group that it moves.
+
+    `devices` hold them if there are any; `device` and `pool` are the first group's.
     """
 
     node: TransferNode
 
-    def __init__(self, name: str, pages: np.ndarray, layout: KVLayout, transport: object, pool: Any = None) -> None:
-        self._pages, self.device = pages, None
+    def __init__(
+        self, name: str, pages: Sequence[np.ndarray], layout: KVLayout, transport: object, pool: Any = None
+    ) -> None:
+        self._pages, self.devices = pages, []
         if pool is not None or transport == "nvlink" or os.environ.get("KV_TEST_POOL") == "device":
             from tests.kv_transfer import kv_device
 
             self._kv_device = kv_device
-            self.device = pool or kv_device.device_pool(name, pages, layout)
+            for each, group in zip(pages, layout.groups, strict=True):
+                alone = msgspec.structs.replace(layout, block_size=group.block_size, groups=(group,))
+                self.devices.append(pool or kv_device.device_pool(name, each, alone))
         if transport == "ucx" and self.device is not None:
             from kv_transfer.transports import ucx_device
 
@@ -33,9 +40,21 @@ class PoolOwner:
     def close(self) -> None:
         """pytest holds a test's objects until the next one has begun: the descriptor is given back now."""
         self.node.close()
-        if self.device is not None:
-            self._kv_device.close_pool(self.device)
+        for device in self.devices:
+            self._kv_device.close_pool(device)
+
+    @property
+    def device(self) -> Any:
+        return self.devices[0] if self.devices else None
+
+    @property
+    def pools(self) -> list[Any]:
+        """Return what a TransferNode takes."""
+        return self.devices or list(self._pages)
 
     @property
     def pool(self) -> np.ndarray:
-        return self._kv_device.host_view(self.device) if self.device is not None else self._pages
+        return self.pool_of(0)
+
+    def pool_of(self, group: int) -> np.ndarray:
+        return self._kv_device.host_view(self.devices[group]) if self.devices else self._pages[group]

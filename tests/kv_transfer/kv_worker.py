@@ -41,13 +41,11 @@ class Worker(PoolOwner):
         side = "DECODE" if name.startswith("decode") else "PREFILL"
         layout = msgspec.structs.replace(LAYOUT, tp_size=int(os.environ.get(f"KV_TEST_{side}_TP", "1")))
         pages, self.woken = make_pool(), threading.Event()
-        super().__init__(name, pages, layout, transport)
+        super().__init__(name, [pages], layout, transport)
         self.incarnation = Incarnation(f"{name}-1")
         # Half of the silence of a worker: whoever stops a peer waits so long for its loss.
         settings = TransferSettings(secret=SECRET, transport=transport, slot_nbytes=1 << 18, heartbeat_misses=6)
-        self.node = TransferNode(
-            settings, WorkerId(name), self.incarnation, layout, self.device or pages, self.woken.set
-        )
+        self.node = TransferNode(settings, WorkerId(name), self.incarnation, layout, self.pools, self.woken.set)
         self.node.start()
 
     def events(self):
@@ -104,7 +102,7 @@ def serve_decode(worker: Worker) -> None:
 def answer_as_decode(worker: Worker, event: object) -> None:
     match event:
         case MessageReceived(peer_id, Offer(request_id, epoch)):
-            worker.node.grant(peer_id, Grant(request_id, epoch, GRANTED, 0))
+            worker.node.grant(peer_id, Grant(request_id, epoch, [GRANTED], 0))
         case ChunkLanded(peer_id, header, _):
             worker.node.commit(peer_id, Commit(header.request_id, header.epoch, 1, header.nbytes))
 

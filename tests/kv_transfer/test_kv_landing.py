@@ -26,7 +26,7 @@ from tests.kv_transfer.kv_pair import LAYOUT
 
 NUM_BLOCKS = 32
 OFFER = Offer(RequestId("r"), Epoch(2), 30, LAYOUT.layout_id)
-GRANT = Grant(OFFER.request_id, OFFER.epoch, [4, 9, 1, 30, 31, 5, 6], 4)  # type: ignore[list-item]
+GRANT = Grant(OFFER.request_id, OFFER.epoch, [[4, 9, 1, 30, 31, 5, 6]], 4)  # type: ignore[list-item]
 RING = Ring(2, 3 * LAYOUT.only_group.page_nbytes(1), 1.0)
 
 
@@ -36,7 +36,7 @@ def _header(**changes: object) -> ChunkHeader:
 
 
 def _landing() -> GrantedPages:
-    return GrantedPages(OFFER, GRANT, LAYOUT, NUM_BLOCKS)
+    return GrantedPages(OFFER, GRANT, LAYOUT, [NUM_BLOCKS])
 
 
 def test_a_chunk_as_granted_may_land_on_its_pages() -> None:
@@ -81,7 +81,7 @@ def test_no_header_ever_reaches_a_page_that_was_not_granted(first: int, num_toke
     if landing.check(header) is None:
         pages = landing.pages(header)
         assert len(pages) == LAYOUT.num_blocks(num_tokens)
-        assert pages == GRANT.pages[first // 4 - 1 :][: len(pages)]
+        assert pages == GRANT.pages[0][first // 4 - 1 :][: len(pages)]
 
 
 @pytest.mark.parametrize(
@@ -90,23 +90,23 @@ def test_no_header_ever_reaches_a_page_that_was_not_granted(first: int, num_toke
 )
 def test_a_grant_that_does_not_fit_is_refused(pages: list[int], skip: int) -> None:
     with pytest.raises(ValueError):
-        GrantedPages(OFFER, Grant(OFFER.request_id, OFFER.epoch, pages, skip), LAYOUT, NUM_BLOCKS)  # type: ignore[arg-type]
+        GrantedPages(OFFER, Grant(OFFER.request_id, OFFER.epoch, [pages], skip), LAYOUT, [NUM_BLOCKS])  # type: ignore[arg-type]
 
 
 def test_a_page_lands_for_one_attempt_at_a_time() -> None:
-    landings = GrantTable(LAYOUT, NUM_BLOCKS)
+    landings = GrantTable(LAYOUT, [NUM_BLOCKS])
     landings.offered(OFFER)
     landings.offered(Offer(RequestId("s"), Epoch(1), 4, LAYOUT.layout_id))
     assert landings.grant(GRANT)
     with pytest.raises(ValueError, match="another attempt"):
-        landings.grant(Grant(RequestId("s"), Epoch(1), [30], 0))  # type: ignore[list-item]
+        landings.grant(Grant(RequestId("s"), Epoch(1), [[30]], 0))  # type: ignore[list-item]
     assert landings.end((OFFER.request_id, OFFER.epoch))
-    assert landings.grant(Grant(RequestId("s"), Epoch(1), [30], 0))  # type: ignore[list-item]
+    assert landings.grant(Grant(RequestId("s"), Epoch(1), [[30]], 0))  # type: ignore[list-item]
 
 
 def test_a_second_offer_of_an_attempt_changes_nothing() -> None:
     """A grant that fits the first would not fit the second: a ValueError in the loop of decode's core."""
-    landings = GrantTable(LAYOUT, NUM_BLOCKS)
+    landings = GrantTable(LAYOUT, [NUM_BLOCKS])
     landings.offered(OFFER)
     landings.offered(msgspec.structs.replace(OFFER, num_tokens=8))
     assert landings.grant(GRANT)
@@ -167,7 +167,7 @@ class Stage:
         self.staging, self.num_late = (LateStaging if num_late else HostStaging), num_late
         shape = (LAYOUT.only_group.num_planes, NUM_BLOCKS, LAYOUT.only_group.page_nbytes(1))
         self.pool = np.zeros(shape, dtype=np.uint8)
-        self.landings = GrantTable(LAYOUT, NUM_BLOCKS)
+        self.landings = GrantTable(LAYOUT, [NUM_BLOCKS])
         self.landings.offered(OFFER)
         self.landings.grant(GRANT)
         self.committed: list[Commit] = []
@@ -183,7 +183,7 @@ class Stage:
     ) -> Receiver:
         receiver = Receiver(
             self.landings,
-            self.staging(PagePool(self.pool, LAYOUT), RING.slot_nbytes, checks),
+            [self.staging(PagePool(self.pool, LAYOUT), RING.slot_nbytes, checks)],
             Script(messages, before, self.num_late),
             self.committed.append,
             self.landed.append,
@@ -353,7 +353,7 @@ def test_an_attempt_that_ends_on_the_way_is_written_no_further() -> None:
 
 def test_a_name_that_is_used_again_owes_nothing_to_who_had_it() -> None:
     """And nothing of an attempt is kept for ever: neither a Fin that came behind its end, nor that it was drained."""
-    landings, key = GrantTable(LAYOUT, NUM_BLOCKS), (OFFER.request_id, OFFER.epoch)
+    landings, key = GrantTable(LAYOUT, [NUM_BLOCKS]), (OFFER.request_id, OFFER.epoch)
     fin, all_of_it = Fin(*key, 1, Token(0, 7), 4), _header(num_tokens=26, nbytes=7 * LAYOUT.block_nbytes)
     for said in (fin, None):
         landings.offered(OFFER)
@@ -403,12 +403,12 @@ def test_a_chunk_that_its_sender_gave_up_is_not_bad() -> None:
     stage, queue, drained = Stage(), SendQueue(), []
     following = msgspec.structs.replace(OFFER, request_id=RequestId("next"))
     stage.landings.offered(following)
-    stage.landings.grant(Grant(following.request_id, following.epoch, [20, 21, 22, 23, 24, 25, 26], 4))  # type: ignore[list-item]
+    stage.landings.grant(Grant(following.request_id, following.epoch, [[20, 21, 22, 23, 24, 25, 26]], 4))  # type: ignore[list-item]
     for header in (_header(), _header(index=1, first_token=16), _header(request_id=following.request_id)):
         queue.begin((header.request_id, header.epoch))
         queue.put(ChunkJob(header, [BlockId(2), BlockId(7), BlockId(8)]))
     tape, staging = Tape(queue), HostStaging(PagePool(stage.pool.copy(), LAYOUT), RING.slot_nbytes, True)
-    Sender(queue, staging, tape, lambda fin: None, lambda *sent: None, drained.append).run()
+    Sender(queue, [staging], tape, lambda fin: None, lambda *sent: None, drained.append).run()
     assert [piece.header.request_id for piece, _ in tape.messages][:2] == ["r", "next"]
     assert [piece.is_after_cut for piece, _ in tape.messages] == [False, True, *[False] * (len(tape.messages) - 2)]
     assert drained == [(OFFER.request_id, OFFER.epoch)]

@@ -202,7 +202,7 @@ def test_a_link_to_a_former_incarnation_goes_when_the_next_has_proved_itself(mak
     lost = prefill.wait(PeerDisconnected)
     assert (lost.incarnation, lost.error) == (old.incarnation, "replaced by a new connection")
     new.message(Offer, "s")
-    new.node.grant(prefill.name, Grant(RequestId("s"), Epoch(1), [BlockId(1), BlockId(2)], 0))
+    new.node.grant(prefill.name, Grant(RequestId("s"), Epoch(1), [[BlockId(1), BlockId(2)]], 0))
     prefill.message(Grant, "s")
     send(prefill, new, "s", 0, 0, 8, [5, 6])
     new.wait(ChunkLanded)
@@ -324,7 +324,7 @@ def test_a_new_link_waits_for_all_that_fails_with_the_former(make_peer: Make, mo
     one.wait(PeerDisconnected)
     one.message(Offer, "c")
     assert one.node.knows(two.name, *key)
-    one.node.grant(two.name, Grant(*key, [BlockId(1), BlockId(2)], 0))
+    one.node.grant(two.name, Grant(*key, [[BlockId(1), BlockId(2)]], 0))
     two.message(Grant, "c")
 
 
@@ -675,7 +675,7 @@ def test_a_grant_outside_the_pool_is_refused_at_decode(pair: tuple[Peer, Peer]) 
     prefill.node.offer(decode.ref, Offer(*key, 8, prefill.layout.layout_id))
     decode.message(Offer, "r")
     with pytest.raises(ValueError, match="outside the pool"):
-        decode.node.grant(prefill.name, Grant(*key, [1, 64], 0))  # type: ignore[list-item]
+        decode.node.grant(prefill.name, Grant(*key, [[1, 64]], 0))  # type: ignore[list-item]
 
 
 class Tampering(LoopbackTransport):

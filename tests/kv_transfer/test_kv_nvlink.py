@@ -208,7 +208,7 @@ def land_what_was_coming(prefill: Peer, decode: Peer) -> Any:
     assert pages_equal(prefill, [1, 2], decode, [5, 9])
     link = decode.node._table.incoming(prefill.name)
     assert link is not None and link._pull_receiver is not None
-    return link._pull_receiver._remote._mark  # type: ignore[attr-defined]
+    return link._pull_receiver._remotes[0]._mark  # type: ignore[attr-defined]
 
 
 def test_what_was_coming_lands_when_it_is_told(pair: tuple[Peer, Peer]) -> None:

@@ -95,12 +95,12 @@ class Decode:
     """Granted were pages 5 and 9, for the 8 tokens from `skip` on."""
 
     def __init__(self, checks: bool = False, skip: int = 0) -> None:
-        self.landings, self.remote, self.said = GrantTable(LAYOUT, 64), Remote(), []
+        self.landings, self.remote, self.said = GrantTable(LAYOUT, [64]), Remote(), []
         self.landings.offered(Offer(*KEY, skip + 8, LAYOUT.layout_id))
-        self.landings.grant(Grant(*KEY, [BlockId(5), BlockId(9)], skip))
+        self.landings.grant(Grant(*KEY, [[BlockId(5), BlockId(9)]], skip))
         note = self.said.append
         self.is_left = False
-        bad, facts = (lambda *bad: note(bad)), (LAYOUT, self.remote, checks, lambda: self.is_left)
+        bad, facts = (lambda *bad: note(bad)), (LAYOUT, [self.remote], checks, lambda: self.is_left)
         self.puller = PullReceiver(self.landings, *facts, note, note, bad, note)
 
     @property
@@ -501,7 +501,7 @@ def test_what_is_coming_is_forgotten_with_its_attempt():
 
 def long_pull(first: int, num_tokens: int) -> PullReady:
     return PullReady(
-        *KEY, first // 4, first, num_tokens, LAYOUT.layout_id, num_tokens // 4 * LAYOUT.block_nbytes, 0, []
+        *KEY, first // 4, first, num_tokens, LAYOUT.layout_id, num_tokens // 4 * LAYOUT.block_nbytes, 0, pages=[]
     )
 
 

@@ -32,7 +32,7 @@ def parts(layout: KVLayout = LAYOUT, **changes: Any) -> LinkParts:
     facts: dict[str, Any] = dict.fromkeys(
         ("emit", "note", "wake", "is_busy", "keep_warm", "on_proved", "on_lost"), never
     )
-    facts |= {"settings": TransferSettings(secret=SECRET), "layout": layout, "pool": SimpleNamespace(num_blocks=64)}
+    facts |= {"settings": TransferSettings(secret=SECRET), "layout": layout, "pools": [SimpleNamespace(num_blocks=64)]}
     facts |= {"identity": None, "memory": "host", "plane_scales": (), "transports": None, "paths": object()}  # type: ignore[arg-type]
     return LinkParts(**facts | changes)
 
@@ -113,11 +113,11 @@ def test_who_waits_for_a_lone_handoff_without_sleep_rehearses_unless_the_owner_c
         parts(keep_warm=lambda: warmed.append(None), is_busy=lambda: is_busy),
         Hello(PROTOCOL, WorkerId("p"), Incarnation("1"), "prefill", b""),
     )
-    link._pull_receiver = link._pull_receiver_of(rehearsal._NoPool(LAYOUT.only_group.num_planes), checks=True)
+    link._pull_receiver = link._pull_receiver_of([rehearsal._NoPool(LAYOUT.only_group.num_planes)], checks=True)
     is_busy = False
     assert link._poll_timeout_s() == math.inf and not warmed, "no handoff is under way"
     link.grants.offered(Offer(*KEY, 4, LAYOUT.layout_id))
-    link.grants.grant(Grant(*KEY, [BlockId(3)], 0))
+    link.grants.grant(Grant(*KEY, [[BlockId(3)]], 0))
     assert link._poll_timeout_s() == 0.0 and len(warmed) == 1
     is_busy = True
     assert link._poll_timeout_s() == math.inf and len(warmed) == 1

@@ -46,6 +46,11 @@ def test_the_suite_passes_where_a_device_fetches_the_messages() -> None:
     _pass("node", **DEVICES, **FETCHED)
 
 
+@pytest.mark.parametrize("env", [{}, DEVICES])
+def test_groups_of_layers_come_by_ucx(env: dict[str, str]) -> None:
+    _pass("groups", **env)
+
+
 @pytest.mark.timeout(300)
 def test_a_group_may_die_too() -> None:
     _pass("death", **DEVICES, KV_TEST_PREFILL_TP="2", KV_TEST_DECODE_TP="1")

@@ -254,7 +254,7 @@ def test_what_decode_refuses_fails_with_its_words(message: Refuse) -> None:
 @pytest.mark.parametrize(
     ("at", "message"),
     [
-        (P, Grant(R, Epoch(7), [], 0)),
+        (P, Grant(R, Epoch(7), [[]], 0)),
         (P, Commit(R, Epoch(7), 1, 1)),
         (P, Wait(R, Epoch(7), "full")),
         (P, Refuse(R, Epoch(7), "x", "y")),

@@ -41,7 +41,7 @@ class Side:
 
     def grant(self, skip_tokens: int, num_tokens: int) -> None:
         pages = [BlockId(900 + number) for number in range(-(-(num_tokens - skip_tokens) // BLOCK))]
-        self.hear(Grant(R, E, pages, skip_tokens))
+        self.hear(Grant(R, E, [pages], skip_tokens))
 
 
 @dataclass
@@ -105,7 +105,7 @@ def test_a_second_grant_is_stale():
 def test_a_grant_that_skips_what_can_not_be_skipped_fails_the_request(skip_tokens):
     """The node refuses such chunks with a ValueError, and nothing in the core's loop expects one."""
     side = Side(8)
-    side.hear(Grant(R, E, [BlockId(900)], skip_tokens))
+    side.hear(Grant(R, E, [[BlockId(900)]], skip_tokens))
     side.compute(cut(8, set(), side.live.key)[0], is_last=True)
     (event,) = [event for event in side.ledger.take()[0]["g"] if isinstance(event, Failed)]
     assert event.code == "corrupt" and str(skip_tokens) in event.message

@@ -234,7 +234,7 @@ class IncomingHandoffs:
         grant = Grant(
             request_id=request_id,
             epoch=epoch,
-            pages=reservation.blocks[first_page:],
+            pages=[reservation.blocks[first_page:]],
             skip_tokens=reservation.skip_tokens,
         )
         self._node.grant(handoff.peer.worker_id, grant)
