@@ -63,10 +63,11 @@ class Refuse(msgspec.Struct, frozen=True, tag="refuse"):
 
 
 class ChunkFacts(msgspec.Struct, frozen=True):
-    """The pages of tokens `[first_token, first_token + num_tokens)` in one group of the layout, in token order.
+    """The pages of some tokens in one group of the layout, in token order.
 
-    They are in decode's layout, and `nbytes` is their size there. Where the numbers of shards on the two sides differ,
-    pages come in parts, the shards of the finer side. The transport decides how the bytes lie in messages.
+    The tokens are `[first_token, first_token + num_tokens)`. The pages are in decode's layout, and `nbytes` is their
+    size there. Where the numbers of shards on the two sides differ, pages come in parts, the shards of the finer side.
+    The transport decides how the bytes lie in messages.
     `first_token` is a multiple of the block size; `checksum` is seeded with the epoch and the group. `index` counts the
     chunks of all groups.
     """

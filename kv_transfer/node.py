@@ -15,16 +15,15 @@ from contracts.layout import KVLayout
 from contracts.node import TransferCapabilities
 from contracts.request import WorkerRef
 from kv_transfer.chunks import chunk_plan as plan
-from kv_transfer.chunks.device_pool import DevicePool, Pool
-from kv_transfer.chunks.page_pool import PagePool
+from kv_transfer.chunks.device_pool import DevicePool
 from kv_transfer.connection import handshake
-from kv_transfer.connection import layout_negotiation as conversion
 from kv_transfer.connection.capabilities import capabilities_of
 from kv_transfer.connection.frames import Hello
 from kv_transfer.connection.handshake import Identity
 from kv_transfer.connection.handshake_socket import HandshakeSocket
 from kv_transfer.connection.listener import Listener
 from kv_transfer.events import Drained, LinkStats, PeerDisconnected, TransferEvent
+from kv_transfer.links.group_pools import prepared_pools
 from kv_transfer.links.incoming_link import IncomingLink
 from kv_transfer.links.interface_watch import InterfaceWatch
 from kv_transfer.links.link import Link, LinkParts
@@ -65,7 +64,7 @@ class TransferNode:
         self._layout, self._wake, self._settings = layout, wake, settings
         own: dict[str, Transport] = {}
         pools = pool if isinstance(pool, Sequence) else [pool]
-        self._pools, device = _prepared(pools, layout, settings.checksum)
+        self._pools, device = prepared_pools(pools, layout, settings.checksum)
         memory, plane_scales = "host", [scale for each in device for scale in each.scales]
         if device:
             memory, own["nvlink"] = device[0].kind, NvlinkTransport(device)
@@ -200,8 +199,8 @@ class TransferNode:
         ):
             raise ValueError(f"{len(src_pages)} pages do not fit {num_tokens} tokens from {first_token} on")
         nbytes = plan.chunk_nbytes(self._layout, num_tokens, group)
-        place = index, first_token, num_tokens
-        header = ChunkHeader(request_id, epoch, *place, self._layout.layout_id, nbytes, 0, group)
+        layout_id, checksum = self._layout.layout_id, 0
+        header = ChunkHeader(request_id, epoch, index, first_token, num_tokens, layout_id, nbytes, checksum, group)
         if link := self._table.outgoing(peer_id):
             link.send_chunk(header, src_pages, checksums)
 
@@ -398,20 +397,3 @@ class TransferNode:
 
     def _note(self, event: TransferEvent) -> None:
         self._events.append(event)
-
-
-def _prepared(
-    pools: Sequence[np.ndarray | DevicePool], layout: KVLayout, checks: bool
-) -> tuple[Sequence[Pool], Sequence[DevicePool]]:
-    """Return the pool of each group, ready for peers, and those that are a device's.
-
-    Raises ValueError if they do not fit the layout.
-    """
-    if len(pools) != len(layout.groups):
-        raise ValueError(f"{len(pools)} pools do not fit a layout of {len(layout.groups)} groups")
-    device = [pool for pool in pools if not isinstance(pool, np.ndarray)]
-    for pool in device:
-        pool.expect(conversion.part_counts(layout))
-        pool.checks = checks
-    every = [PagePool(pool, layout, i) if isinstance(pool, np.ndarray) else pool for i, pool in enumerate(pools)]
-    return every, device

@@ -9,7 +9,9 @@ from contracts.layout import KVLayout
 
 
 class PagePool:
-    """A pool of one group over `pages`: uint8 `[num_planes, num_blocks, page_nbytes]`, C-contiguous, shared.
+    """A pool of one group over pages that it shares.
+
+    `pages`: uint8 `[num_planes, num_blocks, page_nbytes]`, C-contiguous.
 
     Raises ValueError on another shape, or a layout of several shards: a host's pool has one.
     """

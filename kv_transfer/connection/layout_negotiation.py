@@ -24,7 +24,7 @@ def num_parts(one: KVLayout, other: KVLayout) -> int:
 
 
 def narrows(sender: KVLayout, receiver: KVLayout) -> bool:
-    """Return whether pages must be rounded on the way from sender to receiver, which only a single group is."""
+    """Return whether pages must be rounded on the way, which only those of a single group are."""
     return _dtype(sender) == _FROM and _dtype(receiver) == _TO
 
 

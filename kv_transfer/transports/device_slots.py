@@ -9,9 +9,9 @@ from kv_transfer.transports.staging_budget import NUM_SLOTS, Allowance
 
 
 class Slots:
-    """The slots of a link, in the memory of the pools' device. Each holds a block of the largest group at least.
+    """The slots of a link, in the memory of the pools' device.
 
-    Raises TransferError if there is no memory for them.
+    Each holds a block of the largest group at least. Raises TransferError if there is no memory for them.
     """
 
     def __init__(self, pools: Sequence[DevicePool], allowance: Allowance, most_nbytes: int) -> None:

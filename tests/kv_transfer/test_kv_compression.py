@@ -48,7 +48,7 @@ class SlowPair:
         via = WorkerRef(self.decode.name, self.decode.incarnation, "", self.proxy.address)
         self.prefill.node.offer(via, Offer(*key, NUM_TOKENS, LAYOUT.layout_id))
         self.decode.message(Offer, request_id)
-        self.decode.node.grant(self.prefill.name, Grant(*key, [BlockId(page) for page in PAGES], 0))
+        self.decode.node.grant(self.prefill.name, Grant(*key, [[BlockId(page) for page in PAGES]], 0))
         self.prefill.message(Grant, request_id)
 
     @property

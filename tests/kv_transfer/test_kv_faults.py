@@ -130,7 +130,7 @@ def test_a_stopped_decode_that_wakes_takes_nothing_from_pages_that_were_used_aga
     prefill, decode = local("prefill", **settings), remote("decode", **settings)
     prefill.offer(decode.ref, "r")
     assert decode.grant("r")
-    pages = prefill.message(Grant, "r").pages
+    (pages,) = prefill.message(Grant, "r").pages
     stop(decode)
     _, blocks = prefill.held[key_of("r")]
     sent = [prefill.digest_at(blocks[first : first + CHUNK_BLOCKS]) for first in (0, CHUNK_BLOCKS)]

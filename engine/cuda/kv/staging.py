@@ -35,7 +35,7 @@ class StagingOperations:
 
 
 class StagingBuffer:
-    """A device_pool.Buffer: memory of its own, a stream of its own, and a kit for each number of parts.
+    """A device_pool.Buffer: memory and a stream of its own, and operations for each Packer.
 
     `inv_scales` `[planes]`: of what is rounded on its way into it, where recorded launches find them, the same as the
     present `narrowing`.
@@ -48,7 +48,7 @@ class StagingBuffer:
             self._memory: Memory | None = allocate(nbytes, device)
         except ConfigError as error:
             raise TransferError(f"no memory for staging: {error}") from error
-        self.tensor, self.operations = self._memory.tensor, dict[int, StagingOperations]()
+        self.tensor, self.operations = self._memory.tensor, dict["Packer", StagingOperations]()
         # Of high priority: these few copies come before what the engine has launched.
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self.inv_scales: Tensor | None = None
@@ -169,12 +169,15 @@ class Packer:
         buffer.free()
 
     def _kit(self, buffer: StagingBuffer) -> StagingOperations:
-        """A buffer serves one link after the other, which may cut pages otherwise."""
-        if kit := buffer.operations.get(len(self._parts)):
+        """Return our operations of a buffer.
+
+        It serves one link after the other, which may cut pages otherwise, and all groups of layers of a link.
+        """
+        if kit := buffer.operations.get(self):
             return kit
         max_pages = max(len(buffer) // self._narrow_nbytes, 1)
         checksums = DeviceChecksums(self._sums, self._num_planes, max_pages, self._device, is_mapped=True)
-        kit = buffer.operations[len(self._parts)] = StagingOperations(checksums)
+        kit = buffer.operations[self] = StagingOperations(checksums)
         return kit
 
     def _start(self, what: str, pages: np.ndarray, buffer: StagingBuffer) -> None:
