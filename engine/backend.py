@@ -1,6 +1,6 @@
 """The interfaces of a device: all that an engine asks of the one that it runs on."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -9,11 +9,12 @@ import numpy as np
 import torch
 
 from contracts.events import Token
-from contracts.ids import BlockId, RequestId
+from contracts.ids import BlockId
 from contracts.layout import KVLayout
 from engine.messages import PageChecksums
 from engine.sampling.prompt_logprobs import Scores
 from engine.sampling.sampler import Sampler
+from engine.sampling.token_masks import TokenMasks
 from engine.scheduler.batch import ScheduledChunk
 from engine.sequence import Sequence
 
@@ -90,12 +91,10 @@ class Runner(Protocol):
         """The same without drawing: the tokens of the batch before stay on the device."""
         ...
 
-    def sample(
-        self, sequences: SequenceOf[Sequence], logits: torch.Tensor, allowed: Mapping[RequestId, np.ndarray]
-    ) -> PendingTokens | None:
+    def sample(self, sequences: SequenceOf[Sequence], logits: torch.Tensor, masks: TokenMasks) -> PendingTokens | None:
         """Have the device draw what `forward` left undrawn, and wait for nothing.
 
-        `allowed`: see Sampler.sample. None from a runner whose tokens the host draws.
+        `masks`: of the sequences with a grammar. None from a runner whose tokens the host draws.
         """
         ...
 

@@ -72,7 +72,7 @@ class Engine:
             settings.max_num_seqs, budget, max_mixed_tokens, self.runner.graph_rows, settings.itl_objective_s
         )
         self.scheduler = scheduler = Scheduler(pool, limits, prefix_cache.insert_all)
-        self.grammars = grammars = Grammars(checkpoint)
+        self.grammars = grammars = Grammars(checkpoint, sampler.mask_memory())
         self.sequences = table = SequenceTable()
         stop_check = StopCheck(sampler, max_model_len)
         self._intake = intake = Intake(table, scheduler, grammars, vocab_size, max_model_len, settings.max_num_waiting)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from engine.backend import Computed
 from engine.messages import ChunkDone, EngineFailure, Started
-from engine.sampling.grammar_masks import Masks
+from engine.sampling.token_masks import NO_MASKS, TokenMasks
 from engine.scheduler.batch import ScheduledChunk
 from engine.scheduler.launch_pacer import Kind
 from engine.sequence import Sequence
@@ -25,7 +25,7 @@ class InFlightBatch:
     done_chunks: tuple[ChunkDone, ...]
     computed: Computed
     failed: tuple[EngineFailure, ...]
-    masks: Future[Masks] | None
+    masks: Future[TokenMasks] | None
     sampling: SequenceOf[Sequence]
     kind: Kind
     began_s: float
@@ -35,6 +35,6 @@ class InFlightBatch:
         """The device has computed and drawn all of it."""
         return self.computed.pending_tokens is not None and self.computed.pending_tokens.is_done
 
-    def known_masks(self) -> Masks:
-        """Waits for them."""
-        return Masks() if self.masks is None else self.masks.result()
+    def known_masks(self) -> TokenMasks:
+        """Wait for them."""
+        return NO_MASKS if self.masks is None else self.masks.result()

@@ -82,12 +82,7 @@ class StepPipeline:
         if self._may_run_ahead(batch):
             self._expect(batch)
             self.in_flight = self.launch(observer)
-        if batch.computed.pending_tokens is not None:
-            observer.waiting(lambda: batch.is_done)
-        output = self._complete(batch, was_late)
-        if self.in_flight is not None and self.in_flight.masks is None:
-            self.in_flight = self._draws.begin_masks(self.in_flight)
-        return output
+        return self._complete(batch, was_late)
 
     def launch(self, observer: StepObserver) -> InFlightBatch | None:
         """Schedule a batch and hand it to the device; None if nothing can run."""
@@ -165,6 +160,8 @@ class StepPipeline:
                 sequence.tokens.pop()
                 sequence.num_pending = 0
             sequence.tokens.append(token.token_id)
+        if self.in_flight is not None and self.in_flight.masks is None:  # first of all: the next draw waits for them
+            self.in_flight = self._draws.begin_masks(self.in_flight)
         num_prefill, num_decode = self._count(batch.chunks)
         num_attended = float(sum(c.num_tokens * c.first_token for c in batch.chunks if not c.is_decode))
         self._scheduler.mixed_budget.record(num_prefill, num_decode, span_s, num_attended)

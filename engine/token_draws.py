@@ -54,7 +54,7 @@ class TokenDraws:
         if len(lost) == len(present):
             return batch
         try:
-            drawn = self._runner.sample(batch.sampling, batch.computed.logits, masks.allowed)
+            drawn = self._runner.sample(batch.sampling, batch.computed.logits, masks)
         except Exception:  # whatever a request's parameters bring about
             _log.exception("%d tokens can't be drawn together", len(batch.sampling))
             drawn = None
@@ -77,7 +77,7 @@ class TokenDraws:
         if len(wanted) < len(batch.sampling):
             logits = logits[[row for row, _ in wanted]]
         sequences = [sequence for _, sequence in wanted]
-        found = self._sampler.sample_each(sequences, logits, batch.known_masks().allowed)
+        found = self._sampler.sample_each(sequences, logits, batch.known_masks())
         lost = tuple(self._undrawn(s, why) for s, why in zip(sequences, found, strict=True) if isinstance(why, str))
         told = [(s, token) for s, token in zip(sequences, found, strict=True) if isinstance(token, Token)]
         if not told:  # nothing else waited for the device, which may be what failed: then this process ends

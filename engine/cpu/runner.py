@@ -1,17 +1,15 @@
 """The runner of a batch on the CPU: inputs in, logits out."""
 
-from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 
-import numpy as np
 import torch
 
-from contracts.ids import RequestId
 from engine.backend import Computed, Written, ignore_progress
 from engine.cpu.batch_inputs import prepare
 from engine.cpu.decoder import Decoder
 from engine.cpu.kv_cache import KVCache
 from engine.sampling.prompt_logprobs import score, spans
+from engine.sampling.token_masks import TokenMasks
 from engine.scheduler.batch import ScheduledChunk
 from engine.sequence import Sequence
 
@@ -32,9 +30,7 @@ class CpuRunner:
     def forward_without_sampling(self, pieces: SequenceOf[ScheduledChunk]) -> Computed:
         return self.forward(pieces)
 
-    def sample(
-        self, sequences: SequenceOf[Sequence], logits: torch.Tensor, allowed: Mapping[RequestId, np.ndarray]
-    ) -> None:
+    def sample(self, sequences: SequenceOf[Sequence], logits: torch.Tensor, masks: TokenMasks) -> None:
         """The next batch needs its tokens on the host anyway."""
 
     def wait(self) -> None:

@@ -4,7 +4,6 @@ The draw is a function of (seed, choice, position, token) alone, so it is the sa
 engine's, which inverts the cumulative distribution.
 """
 
-from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
@@ -13,13 +12,13 @@ import torch
 from torch import Tensor
 
 from contracts.events import Token
-from contracts.ids import RequestId
 from contracts.sampling import SamplingParams
 from engine.cuda.inputs.decode_state import DecodeState, pack
 from engine.cuda.inputs.sampling_columns import columns, is_greedy
 from engine.cuda.runtime.process_group import SINGLE_PROCESS, ProcessGroup
 from engine.cuda.runtime.upload import upload, upload_all
 from engine.sampling.sampler import Sampler, with_asked_logprobs
+from engine.sampling.token_masks import NO_MASKS, MaskMemory, TokenMasks
 from engine.sequence import Sequence
 from kernels.registry import Registry
 from kernels.specs import QuantSpec, SampleSpec
@@ -157,10 +156,10 @@ class DeviceSampler(Sampler):
         self,
         sequences: SequenceOf[Sequence],
         logits_BV: Tensor,
-        allowed: Mapping[RequestId, np.ndarray] | None = None,
+        masks: TokenMasks = NO_MASKS,
     ) -> list[Token]:
         """At once, beside what the device holds of the batch before. DeviceRunner.draw waits for nothing."""
-        adjusted = self.adjusted(sequences, logits_BV, allowed or {})
+        adjusted = self.adjusted(sequences, logits_BV, masks)
         count = len(sequences)
         state = DecodeState(count, 1, 1, logits_BV.device)
         state.put(pack(None, columns(sequences), state.max_rows))
@@ -169,6 +168,29 @@ class DeviceSampler(Sampler):
 
     def put(self, arrays: SequenceOf[np.ndarray]) -> SequenceOf[Tensor]:
         return upload_all(arrays, self._kernel.device)
+
+    def mask_memory(self) -> MaskMemory:
+        device = self._kernel.device
+        return DeviceMaskMemory(device) if device.type == "cuda" else MaskMemory()
+
+
+class DeviceMaskMemory(MaskMemory):
+    """Page-locked memory, copied to the device while that computes the batch whose draws need the masks."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._reader = device, torch.cuda.current_stream(device)
+        self._stream = torch.cuda.Stream(device)
+
+    def allocate(self, num_rows: int, nbytes: int) -> Tensor:
+        return torch.empty((num_rows, nbytes), dtype=torch.uint8, pin_memory=True)
+
+    def upload(self, bits: Tensor) -> Tensor:
+        """Wait for the copy, which takes some 30 us, so that whoever has the masks need not."""
+        with torch.cuda.stream(self._stream):
+            there = bits.to(self._device, non_blocking=True)
+        there.record_stream(self._reader)  # its last holder is gone before the draw has run
+        self._stream.synchronize()
+        return there
 
 
 def to_host(tensor: Tensor) -> Tensor:

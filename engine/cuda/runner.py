@@ -4,7 +4,7 @@ Decodes run as a step of their bucket, or as rows of the pass of the prompts bes
 """
 
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -30,6 +30,7 @@ from engine.cuda.inputs.decode_state import give, pack
 from engine.cuda.inputs.sampling_columns import columns, is_greedy
 from engine.cuda.launcher import Launcher, unscored
 from engine.sampling.prompt_logprobs import ROWS, score, spans
+from engine.sampling.token_masks import TokenMasks
 from engine.scheduler.batch import ScheduledChunk
 from engine.sequence import Sequence
 
@@ -98,10 +99,8 @@ class DeviceRunner:
             self.launcher.launch(batch, unscored)
 
     @torch.inference_mode()
-    def sample(
-        self, sequences: SequenceOf[Sequence], logits: torch.Tensor, allowed: Mapping[RequestId, np.ndarray]
-    ) -> DevicePendingTokens:
-        adjusted = self._sampler.adjusted(sequences, logits, allowed)
+    def sample(self, sequences: SequenceOf[Sequence], logits: torch.Tensor, masks: TokenMasks) -> DevicePendingTokens:
+        adjusted = self._sampler.adjusted(sequences, logits, masks)
         is_known = list(sequences) == self._told_of
         words = None if is_known else pack(None, columns(sequences), self.launcher.state.max_rows)
         draw = SampleBatch(words, len(sequences), is_greedy(sequences))

@@ -11,6 +11,7 @@ from contracts.layout import KVLayout
 from contracts.sampling import SamplingParams
 from engine.cuda.model.attention import MANY_KEYS, MAX_FEW
 from engine.cuda.runner import DeviceRunner
+from engine.sampling.token_masks import NO_MASKS
 from engine.scheduler.batch import ScheduledChunk
 from engine.sequence import Sequence
 
@@ -63,7 +64,7 @@ class WarmUp:
         runner.forward_without_sampling([ScheduledChunk(self._sequence(0, length, _GREEDY), length - count, count)])
 
     def _sample(self, runner: DeviceRunner, pieces: SequenceOf[ScheduledChunk]) -> None:
-        runner.sample([piece.sequence for piece in pieces], runner.forward_without_sampling(pieces).logits, {})
+        runner.sample([piece.sequence for piece in pieces], runner.forward_without_sampling(pieces).logits, NO_MASKS)
 
     def _prompts(self, lengths: Iterable[int], params: SamplingParams) -> SequenceOf[ScheduledChunk]:
         return [

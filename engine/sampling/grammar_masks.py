@@ -1,29 +1,36 @@
-"""The tokens that a request's grammar allows next, found on threads beside the forward pass.
+"""The tokens that a request's grammar allows next, found on threads while the device computes.
 
 A grammar's state is a function of the answer's tokens alone, so nothing of it crosses in a handoff: decode reads the
 grammar out of the request's SamplingParams and lets it consume token 0.
 """
 
 import os
+from collections import Counter
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
-from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
+from llguidance.numpy import consume_token_par, fill_next_token_bitmask_par
 
 from checkpoint.checkpoint import Checkpoint
 from checkpoint.grammar_compiler import Vocabulary, compiled, error_of
 from contracts.ids import RequestId
+from engine.sampling.token_masks import NO_MASKS, MaskMemory, TokenMasks
 from engine.sequence import Sequence
 from process.deep_stack_threads import DeepThreads
 
 NUM_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
-NUM_KEPT = 32
-"""Grammars that stay compiled, the latest: of many requests with the same schema all but one take a copy, 0.02 ms
-where compiling takes 1 (65 of 20 000 values of an enum, which keeps 8 MiB).
+NUM_KEPT = 128
+"""Grammars that stay compiled, the latest, each once a lane: of many requests with the same schema most take a copy,
+0.02 ms where compiling takes 1 (65 of 20 000 values of an enum, which keeps 8 MiB).
+"""
+NUM_LANES = NUM_THREADS
+"""How often a small grammar is compiled, if so many requests use it at once. llguidance's copies of a matcher share a
+lexer, and only one at a time computes its mask: of 64 copies that took as long on eight threads as on one.
 """
 LARGE = 16384
 """Characters of a grammar that takes milliseconds to compile: 20 000 values of an enum, 0.5 MB, took 65 ms."""
@@ -35,38 +42,40 @@ their size does not tell, and no step waits for them.
 
 @dataclass
 class Grammar:
-    """One request's, `num_consumed` tokens of the answer into its text.
+    """The grammar of one request, of whose answer `num_consumed` tokens went or are on their way into it.
 
-    `compiled` raises ValueError if it can't be.
+    `compiled` raises ValueError if it can't be. Of the same `source`, those in one `lane` share a lexer.
     """
 
+    source: str
+    lane: int
     compiled: Future[LLMatcher]
     num_consumed: int = 0
 
 
 @dataclass(frozen=True)
-class Masks:
-    """`allowed[request]`: a bit for each token of the tokenizer, uint8, the lowest first.
+class _Guided:
+    """A request whose mask is wanted after `tokens` more of its answer."""
 
-    Or in `errors[request]` why the grammar can't go on.
-    """
+    request_id: RequestId
+    lane: int
+    compiled: Future[LLMatcher]
+    tokens: list[int]
 
-    allowed: dict[RequestId, np.ndarray] = field(default_factory=dict)
-    errors: dict[RequestId, str] = field(default_factory=dict)
 
-
-_NO_MASKS: Future[Masks] = Future()
-_NO_MASKS.set_result(Masks())
+_NOTHING: Future[TokenMasks] = Future()
+_NOTHING.set_result(NO_MASKS)
 
 
 class Grammars:
     """The grammars of an engine's requests.
 
     Calls from the engine's thread; the work is done on others, all masks of a batch by one of them, which has Rust's
-    help: Python's own threads would wait for the interpreter.
+    help: Python's own threads would wait for the interpreter. `memory`: where the device reads them from.
     """
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, memory: MaskMemory | None = None) -> None:
+        self._memory = memory or MaskMemory()
         self._compilers, self._masker = DeepThreads(NUM_THREADS, "grammar"), DeepThreads(1, "masks")
         self._large_compiler = DeepThreads(1, "large-grammar")  # small ones wait behind none of these
         self._executor = LLExecutor(NUM_THREADS)
@@ -84,51 +93,77 @@ class Grammars:
         if grammar:
             is_large = len(grammar) >= LARGE
             threads = self._large_compiler if is_large else self._compilers
-            found = threads.submit(lambda: self._compiled(grammar).deep_copy())
+            lane = 0 if is_large else self._free_lane(grammar)
+            found = threads.submit(lambda: self._compiled(grammar, lane).deep_copy())
             if patience_s and not is_large and all(other.compiled.done() for other in self._open.values()):
                 wait([found], patience_s)
-            self._open[sequence] = Grammar(found)
+            self._open[sequence] = Grammar(grammar, lane, found)
 
     def is_ready(self, sequence: Sequence) -> bool:
         """A step with this sequence would wait for no compiler."""
         grammar = self._open.get(sequence)
         return grammar is None or grammar.compiled.done()
 
-    def begin(self, sequences: SequenceOf[Sequence]) -> Future[Masks]:
+    def begin(self, sequences: SequenceOf[Sequence]) -> Future[TokenMasks]:
         """Start on the masks for the next token of those `sequences` that have a grammar."""
-        guided = [(sequence, self._open[sequence]) for sequence in sequences if sequence in self._open]
-        return self._masker.submit(self._masks, guided) if guided else _NO_MASKS
+        guided = [_taken(self._open[sequence], sequence) for sequence in sequences if sequence in self._open]
+        return self._masker.submit(self._masks, guided) if guided else _NOTHING
 
     def forget(self, sequence: Sequence) -> None:
         """The request is gone. Idempotent."""
         self._open.pop(sequence, None)
 
-    def _compile(self, grammar: str) -> LLMatcher:
+    def _free_lane(self, source: str) -> int:
+        """Return the lane in which the fewest requests use this grammar."""
+        used = Counter(other.lane for other in self._open.values() if other.source == source)
+        return min(range(NUM_LANES), key=lambda lane: used[lane])
+
+    def _compile(self, grammar: str, lane: int) -> LLMatcher:
         return compiled(self._tokens.result(), grammar)
 
-    def _masks(self, guided: SequenceOf[tuple[Sequence, Grammar]]) -> Masks:
-        masks, rows = Masks(), dict[RequestId, LLMatcher]()
-        for sequence, grammar in guided:
-            try:
-                rows[sequence.request_id] = _advanced(grammar, sequence)
-            except ValueError as error:  # what llguidance says of a tokenizer or a grammar that it can't serve
-                masks.errors[sequence.request_id] = str(error)
-        if rows:
-            bits = allocate_token_bitmask(len(rows), self._tokens.result().vocab_size)
-            numbered = list(zip(rows.values(), range(len(rows)), strict=True))
-            fill_next_token_bitmask_par(self._executor, numbered, bits)
-            masks.allowed.update(zip(rows, bits.view(np.uint8), strict=True))
-        masks.errors.update((name, error_of(matcher)) for name, matcher in rows.items() if matcher.is_error())
-        return masks
+    def _masks(self, guided: SequenceOf[_Guided]) -> TokenMasks:
+        errors = dict[RequestId, str]()
+        matchers = {each.request_id: matcher for each in guided if (matcher := _matcher(each, errors)) is not None}
+        lanes = {each.request_id: each.lane for each in guided}
+        by_lane = sorted(guided, key=lambda each: each.lane)  # a thread takes neighbours: others need not wait for it
+        newest = [(matchers[each.request_id], each.tokens[0]) for each in by_lane if _is_step(each, matchers)]
+        if newest:  # it refuses none
+            consume_token_par(self._executor, newest)
+        errors.update((name, error_of(matcher)) for name, matcher in matchers.items() if matcher.is_error())
+        going_on = [(name, matcher) for name, matcher in matchers.items() if name not in errors]
+        if not going_on:
+            return TokenMasks(errors=errors)
+        num_words = -(-self._tokens.result().vocab_size // 32)
+        bits = self._memory.allocate(len(going_on), 4 * num_words)
+        order = sorted(range(len(going_on)), key=lambda row: lanes[going_on[row][0]])
+        numbered = [(going_on[row][1], row) for row in order]
+        fill_next_token_bitmask_par(self._executor, numbered, bits.numpy().view(np.int32))
+        errors.update((name, error_of(matcher)) for name, matcher in going_on if matcher.is_error())
+        return TokenMasks(self._memory.upload(bits), {name: row for row, (name, _) in enumerate(going_on)}, errors)
 
 
-def _advanced(grammar: Grammar, sequence: Sequence) -> LLMatcher:
-    """After all tokens of the answer so far. Raises ValueError if there is no way on, or none ever."""
-    matcher = grammar.compiled.result()
+def _taken(grammar: Grammar, sequence: Sequence) -> _Guided:
+    """Take the tokens that the grammar has not consumed; by the next call it has."""
     new = sequence.tokens[sequence.answer_start + grammar.num_consumed :].tolist()
-    if new:
-        matcher.consume_tokens(new)
-        grammar.num_consumed += len(new)
-    if matcher.is_error():
-        raise ValueError(error_of(matcher))
+    grammar.num_consumed += len(new)
+    return _Guided(sequence.request_id, grammar.lane, grammar.compiled, new)
+
+
+def _matcher(guided: _Guided, errors: dict[RequestId, str]) -> LLMatcher | None:
+    """Return the compiled grammar after all its tokens, unless that is one, as in a step of an answer.
+
+    None if it could not be compiled; why is in `errors` then.
+    """
+    try:
+        matcher = guided.compiled.result()
+    except ValueError as error:  # what llguidance says of a tokenizer or a grammar that it can't serve
+        errors[guided.request_id] = str(error)
+        return None
+    if len(guided.tokens) > 1:
+        matcher.consume_tokens(guided.tokens)
     return matcher
+
+
+def _is_step(guided: _Guided, matchers: Mapping[RequestId, LLMatcher]) -> bool:
+    """Return whether one token is to be consumed, which Rust does for all such requests at once."""
+    return len(guided.tokens) == 1 and guided.request_id in matchers

@@ -11,12 +11,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from contracts.sampling import SamplingParams
+from engine.sampling.token_masks import GuidedRows
 from engine.sequence import Sequence
 
 # Divided by less, and by a low temperature, a logit would be infinite in float32. One of an unseen token counts for
@@ -130,18 +132,19 @@ class LogitsAdjustment:
     """A batch's, as arrays that go to the device together; empty where nobody wants that.
 
     `biases` and `penalties` are (places, values) and (places, factors, amounts), a place row * vocab + token; of
-    `allowed` and `guided`, which are (rows, bits), the bits say what these rows may be, the lowest first.
+    `allowed`, which is (rows, bits), the bits say what these rows may be, the lowest first. The bits of `guided` are
+    there already.
     """
 
     biases: tuple[np.ndarray, ...]
     penalties: tuple[np.ndarray, ...]
     banned: tuple[np.ndarray, ...]
     allowed: tuple[np.ndarray, ...]
-    guided: tuple[np.ndarray, ...]
+    guided: GuidedRows | None
 
     @classmethod
     def of(
-        cls, wishes: Mapping[int, tuple[LogitsProcessorState, Sequence]], guided: Mapping[int, np.ndarray], vocab: int
+        cls, wishes: Mapping[int, tuple[LogitsProcessorState, Sequence]], guided: GuidedRows | None, vocab: int
     ) -> "LogitsAdjustment":
         """Return the adjustments by row."""
         biased = {row: w for row, (w, _) in wishes.items() if len(w.biased)}
@@ -154,15 +157,18 @@ class LogitsAdjustment:
             penalties=_penalties(penalized, vocab) if penalized else (),
             banned=(_places(banned, vocab),) if banned else (),
             allowed=_masks(allowed, vocab),
-            guided=_masks(guided, vocab),
+            guided=guided,
         )
 
     def of_logits(self, plain_BV: Tensor, put: Put) -> Tensor:
         """A copy of float32 logits, changed."""
-        groups = self.biases, self.penalties, self.banned, self.allowed, self.guided
+        index = () if self.guided is None else self.guided.index
+        groups = self.biases, self.penalties, self.banned, self.allowed, index
         arrays = [array for group in groups for array in group]
+        if self.guided is not None and not arrays:  # each row has a grammar and no other wish: one pass over them
+            return plain_BV.masked_fill(_forbidden(self.guided.bits, plain_BV.shape[1]), -torch.inf)
         there = iter(put(arrays) if arrays else ())
-        biases, penalties, banned, allowed, guided = ([next(there) for _ in group] for group in groups)
+        biases, penalties, banned, allowed, index = ([next(there) for _ in group] for group in groups)
         adjusted = plain_BV.clone()
         flat = adjusted.view(-1)
         if biases:
@@ -175,9 +181,16 @@ class LogitsAdjustment:
         if banned:
             flat.index_fill_(0, banned[0], -torch.inf)
         may_be_none = bool(penalties or banned or allowed)
-        for rows, bits in (masks for masks in (allowed, guided) if masks):
+        if allowed:
+            rows, bits = allowed
             adjusted.index_copy_(0, rows, _only(adjusted, plain_BV, rows, bits, may_be_none))
-        return adjusted
+        if self.guided is None:
+            return adjusted
+        if not index:
+            return _only(adjusted, plain_BV, None, self.guided.bits, may_be_none)
+        rows, places = index
+        bits = self.guided.bits.index_select(0, places)
+        return adjusted.index_copy_(0, rows, _only(adjusted, plain_BV, rows, bits, may_be_none))
 
 
 def _places(by_row: SequenceOf[tuple[int, np.ndarray]], vocab: int) -> np.ndarray:
@@ -203,24 +216,34 @@ def _masks(by_row: Mapping[int, np.ndarray], vocab: int) -> tuple[np.ndarray, ..
     return np.array(list(by_row), np.int64), np.stack([bits[:width] for bits in by_row.values()])
 
 
-def _only(adjusted_BV: Tensor, plain_BV: Tensor, rows: Tensor, bits: Tensor, may_be_none: bool) -> Tensor:
-    """Leave these rows nothing but what is allowed.
+def _only(adjusted_BV: Tensor, plain_BV: Tensor, rows: Tensor | None, bits: Tensor, may_be_none: bool) -> Tensor:
+    """Return these rows, or all (None), with nothing left but what is allowed.
 
     Where other wishes (min_tokens, bad words) leave none of that, it wins.
     """
-    others = ~_unpacked(bits, adjusted_BV.shape[1])
-    left = adjusted_BV.index_select(0, rows).masked_fill_(others, -torch.inf)
+    others = _forbidden(bits, adjusted_BV.shape[1])
+    left = adjusted_BV if rows is None else adjusted_BV.index_select(0, rows)
+    left.masked_fill_(others, -torch.inf)
     if not may_be_none:
         return left
     # In place, and without `isfinite`, which makes copies: of a full batch each is as large as all of its logits.
     is_none = left.amax(-1, keepdim=True) == -torch.inf
-    plain = plain_BV.index_select(0, rows).masked_fill_(others, -torch.inf)
-    return torch.where(is_none, plain, left, out=left)
+    plain = plain_BV.clone() if rows is None else plain_BV.index_select(0, rows)
+    return torch.where(is_none, plain.masked_fill_(others, -torch.inf), left, out=left)
 
 
-def _unpacked(bits: Tensor, vocab: int) -> Tensor:
-    """`[R, vocab]` bool."""
+def _forbidden(bits: Tensor, vocab: int) -> Tensor:
+    """Return `[R, vocab]` bool: the bit of a token is not set."""
+    bits = bits[:, : -(-vocab // 8)]
     if bits.device.type == "cpu":  # numpy takes a tenth of the time
-        return torch.from_numpy(np.unpackbits(bits.numpy(), axis=1, count=vocab, bitorder="little")).bool()
-    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
-    return (bits[:, :, None].bitwise_right_shift(shifts).bitwise_and_(1).view(len(bits), -1)[:, :vocab]).bool()
+        return torch.from_numpy(np.unpackbits(~bits.numpy(), axis=1, count=vocab, bitorder="little")).bool()
+    return bits[:, :, None].bitwise_and(_bit_values(bits.device)).eq(0).view(len(bits), -1)[:, :vocab]
+
+
+@lru_cache
+def _bit_values(device: torch.device) -> Tensor:
+    """Return the values of the bits of a byte, the lowest first.
+
+    Made anew they would be a copy to the device in each step.
+    """
+    return torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=device)

@@ -14,6 +14,7 @@ from engine.cuda.device_sampler import DeviceSampler, SamplingKernel
 from engine.cuda.loader import LOGIT_NBYTES
 from engine.sampling.logits_processors import LogitsAdjustment, LogitsProcessorState
 from engine.sampling.sampler import Sampler
+from engine.sampling.token_masks import GuidedRows
 from engine.sequence import Sequence
 from kernels import catalog
 from kernels.caps import Caps
@@ -85,7 +86,8 @@ class _Peak(TorchDispatchMode):
         return made
 
 
-def test_the_cache_leaves_what_a_full_batch_of_adjusted_logits_takes():
+@pytest.mark.parametrize("is_all", [True, False], ids=["all", "some"])
+def test_the_cache_leaves_what_a_full_batch_of_adjusted_logits_takes(is_all):
     """Every row of the batch asks for all adjustments, as at a warm-up on a GPU.
 
     When that took more than was left, a server of 1024 sequences did not start.
@@ -98,7 +100,8 @@ def test_the_cache_leaves_what_a_full_batch_of_adjusted_logits_takes():
         row: (LogitsProcessorState(params, vocab, []), Sequence(RequestId(str(row)), [0], params))
         for row in range(rows)
     }
-    guided = {row: np.full(vocab // 8, 255, np.uint8) for row in range(rows)}
+    index = () if is_all else (np.arange(rows), np.arange(rows))
+    guided = GuidedRows(torch.full((rows, vocab // 8), 255, dtype=torch.uint8, device="meta"), index)
     adjustment = LogitsAdjustment.of(wishes, guided, vocab)
     with _Peak() as peak:
         logits = torch.empty(rows, vocab, device="meta")

@@ -12,6 +12,7 @@ from contracts.ids import RequestId
 from contracts.sampling import SamplingParams
 from engine.sampling.logits_processors import TokenCounts
 from engine.sampling.sampler import Sampler
+from engine.sampling.token_masks import NO_MASKS, TokenMasks
 from engine.sequence import Sequence
 
 VOCAB, EOS = 21, 3  # no whole bytes of bits
@@ -59,10 +60,18 @@ def expected(plain, sequence, guided):
     return row if guided is None else only(row, plain, guided)
 
 
+def masks_of(bits, dice):
+    """Return the masks of these requests, in an order of their own, of more tokens than the model has."""
+    names = dice.permutation(list(bits)).tolist() if dice.random() < 0.5 else list(bits)
+    rows = [np.pad(bits[name], (0, 5), constant_values=255) for name in names]
+    packed = torch.from_numpy(np.array(rows, np.uint8).reshape(len(rows), -1)) if rows else torch.empty(0, 0)
+    return TokenMasks(packed, {name: row for row, name in enumerate(names)})
+
+
 @given(st.lists(st.tuples(wishes, tokens, tokens, st.booleans()), min_size=1, max_size=4), st.integers(0, 2**16))
 def test_a_batch_gets_what_each_row_wants(asked, seed):
     """Token by token, so that what is kept of a sequence is what its tokens say."""
-    rng, sampler = np.random.default_rng(seed), Sampler([EOS])
+    rng, dice, sampler = np.random.default_rng(seed), np.random.default_rng(seed + 1), Sampler([EOS])
     rows = [
         Sequence(RequestId(str(index)), [0, *prompt], SamplingParams(max_tokens=99, seed=0, **wants))
         for index, (wants, prompt, _, _) in enumerate(asked)
@@ -75,7 +84,7 @@ def test_a_batch_gets_what_each_row_wants(asked, seed):
             for row, mask in zip(rows, allowed, strict=True)
             if mask is not None and sampler.adjusts(row)
         }
-        found = sampler.adjusted(rows, torch.from_numpy(logits), bits).numpy()
+        found = sampler.adjusted(rows, torch.from_numpy(logits), masks_of(bits, dice)).numpy()
         for row, sequence in enumerate(rows):
             mask = allowed[row] if sequence.request_id in bits else None
             np.testing.assert_array_equal(found[row], expected(logits[row], sequence, mask), strict=True)
@@ -99,10 +108,10 @@ def test_tokens_are_counted_once_each_however_many_come_at_a_time(prompt, pieces
 def test_the_logits_of_who_wants_nothing_are_not_copied():
     logits = torch.randn(1, VOCAB)
     plain = Sequence(RequestId("r"), [0], SamplingParams(max_tokens=1, seed=0))
-    assert Sampler([EOS]).adjusted([plain], logits, {}) is logits
+    assert Sampler([EOS]).adjusted([plain], logits, NO_MASKS) is logits
 
 
 def test_an_allowed_token_that_the_model_does_not_have_is_refused():
     wants = SamplingParams(max_tokens=1, seed=0, allowed_token_ids=(VOCAB,))
     with pytest.raises(IndexError):
-        Sampler([EOS]).adjusted([Sequence(RequestId("r"), [0], wants)], torch.zeros(1, VOCAB), {})
+        Sampler([EOS]).adjusted([Sequence(RequestId("r"), [0], wants)], torch.zeros(1, VOCAB), NO_MASKS)

@@ -63,7 +63,7 @@ def test_captured_steps_answer_as_eager_ones(name, tmp_path, monkeypatch):
         save_quantized(tmp_path, LAYOUTS[name])
     dtype = "int4" if name in ("gptq", "awq") else "float8"
     captured = answers(engine_of(tmp_path, dtype), PROMPTS, greedy(24))
-    monkeypatch.setattr("engine.cuda.graphs.decode_graphs.DecodeGraphs.capture", lambda self: None)
+    monkeypatch.setattr("engine.cuda.graphs.decode_graphs.DecodeGraphs.capture", lambda *_: None)
     assert answers(engine_of(tmp_path, dtype), PROMPTS, greedy(24)) == captured
 
 
