@@ -17,7 +17,7 @@ _encoder = msgspec.msgpack.Encoder()
 encode = _encoder.encode
 
 
-def decoder(kind: Any) -> msgspec.msgpack.Decoder:
+def decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
     """Return a decoder for `kind`, a Struct or a union of tagged ones.
 
     It is built once and used often, and raises msgspec.DecodeError on bad bytes; UnicodeDecodeError where a text is not

@@ -1,7 +1,8 @@
 """The figures that Prometheus reads: workers, credits, requests, refusals, and how fast Redis is."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -85,7 +86,7 @@ def _state(worker: WorkerView) -> str:
     return "draining" if worker.node.load.draining else "alive"
 
 
-def _gauge(name: str, words: str, values: dict, *labels: str) -> GaugeMetricFamily:
+def _gauge(name: str, words: str, values: Mapping[Any, float], *labels: str) -> GaugeMetricFamily:
     family = GaugeMetricFamily(f"tandem_coordinator_{name}", words, labels=labels)
     for key, value in sorted(values.items()):
         family.add_metric(key, value)

@@ -4,7 +4,7 @@ Placement does not pass through here: it is Lua in Redis. Several coordinators m
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 
 import msgspec
@@ -23,7 +23,7 @@ def make_app(store: Store, secret: str, times: RedisTimes) -> FastAPI:
     reaper = Reaper(store)
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
         task = asyncio.create_task(reaper.run())
         yield
         task.cancel()

@@ -127,7 +127,7 @@ def _deliver_to(link: Link) -> Callable[[bytes], None]:
 
     def deliver(data: bytes) -> None:
         for payload in reader.feed(data):
-            link._on_message(HANDOFF.decode(payload))
+            link.on_message(HANDOFF.decode(payload))
 
     return deliver
 

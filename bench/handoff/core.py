@@ -158,7 +158,7 @@ class StampedNode(TransferNode):
             if isinstance(message, Commit):
                 self.stamps.put("commit", message.request_id)
 
-        hear = link._on_message
+        hear = link.on_message
 
         def heard(message: HandoffMessage) -> None:
             if isinstance(message, PullReady):
@@ -167,7 +167,7 @@ class StampedNode(TransferNode):
             if isinstance(message, PullScheduled):
                 self.stamps.put("queued", message.request_id)
 
-        link.send, link._on_message = stamped, heard  # type: ignore[method-assign]
+        link.send, link.on_message = stamped, heard  # type: ignore[method-assign]
         super()._adopt(link)
 
     def _note(self, event: TransferEvent) -> None:

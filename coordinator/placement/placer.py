@@ -249,5 +249,6 @@ def _counter(refusal: TandemError | None) -> str:
             return "overloaded"
         case RequestError():
             return "too_long"
-    assert isinstance(refusal, Unavailable)
-    return "unavailable"
+        case _:
+            assert isinstance(refusal, Unavailable)
+            return "unavailable"

@@ -2,10 +2,11 @@
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from msgspec.msgpack import Decoder
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
@@ -52,8 +53,8 @@ MAX_BATCH = 1000
 """Moves or leases in one script: a longer one would keep the others waiting for more than a few milliseconds."""
 
 _TOOK_A_PLACE = 2  # join.lua
-_info = decoder(NodeInfo)
-_load = decoder(NodeLoad)
+_info: Decoder[NodeInfo] = decoder(NodeInfo)
+_load: Decoder[NodeLoad] = decoder(NodeLoad)
 
 Observer = Callable[[str, float], None]
 
@@ -150,11 +151,12 @@ class RedisStore:
             case b"refused":
                 return Claimed(counts=[_counts(row) for row in rest[0].split(b"\n") if claim.workers])
             case b"again":
-                prefill, decode = (_info.decode(blob).ref for blob in rest)
-                return Claimed(repeated=(prefill, decode))
+                prefill, decode = map(_info.decode, rest)
+                return Claimed(repeated=(prefill.ref, decode.ref))
             case b"gone":
                 raise refusals.no_worker(rest[0].decode())
-        raise refusals.stale(claim.request_id, claim.epoch)
+            case _:
+                raise refusals.stale(claim.request_id, claim.epoch)
 
     async def advance(self, moves: Sequence[StateTransition]) -> list[bool]:
         done: list[bool] = []
@@ -184,7 +186,7 @@ class RedisStore:
     async def recount(self) -> None:
         head, cursor = f"{self.prefix}req:", 0
         while True:
-            scan = self._redis.scan(cursor, match=f"{glob_escaped(head)}*", count=MAX_BATCH)
+            scan = self._redis.scan(cursor, match=f"{glob_escaped(head)}*", count=MAX_BATCH)  # pyright: ignore[reportUnknownMemberType]
             cursor, keys = await self._timed("scan", scan)
             if keys:
                 await self._run("adopt", ADOPTED_LEASE_MS, *(key.removeprefix(head.encode()) for key in keys))
@@ -199,7 +201,7 @@ class RedisStore:
         await self._run("resign", candidate)
 
     async def ping(self) -> None:
-        await self._timed("ping", self._redis.ping())
+        await self._timed("ping", self._redis.ping())  # pyright: ignore[reportUnknownMemberType]
 
     async def close(self) -> None:
         await self._redis.aclose()
@@ -228,7 +230,7 @@ class RedisStore:
 
 
 @contextmanager
-def _cancellable() -> Iterator[None]:
+def _cancellable() -> Generator[None, None, None]:
     """Raise a cancel that comes inside at the end at the latest.
 
     Redis' client waits by `asyncio.wait_for`, which before Python 3.12 forgets one that comes when what it waits for is
@@ -251,7 +253,7 @@ def glob_escaped(words: str) -> str:
 
 def _client(url: str) -> Redis:
     try:
-        pool = BlockingConnectionPool.from_url(
+        pool = BlockingConnectionPool.from_url(  # pyright: ignore[reportUnknownMemberType]
             url,
             max_connections=MAX_CONNECTIONS,
             timeout=CALL_TIMEOUT_S,

@@ -190,7 +190,7 @@ class Scheduler:
         return self.running[: self._limits.max_num_seqs]
 
     def _decodes(self) -> list[ScheduledChunk]:
-        pieces = []
+        pieces: list[ScheduledChunk] = []
         for sequence in [s for s in self._in_turn if s.is_decoding]:
             if sequence.status is Status.RUNNING and self._make_room(sequence):
                 pieces.append(ScheduledChunk(sequence, sequence.num_computed, 1))
@@ -230,7 +230,7 @@ class Scheduler:
         )  # fmt: skip
 
     def _chunks(self, sequences: list[Sequence], budget: "_Budget") -> list[ScheduledChunk]:
-        pieces = []
+        pieces: list[ScheduledChunk] = []
         for sequence in sequences:
             piece = self._chunk(sequence, budget.num_tokens)
             if piece is None or not budget.take(piece):
@@ -252,7 +252,7 @@ class Scheduler:
         return ScheduledChunk(sequence, first, end - first) if end > first else None
 
     def _admit(self, budget: "_Budget", num_reserved: int) -> list[ScheduledChunk]:
-        pieces = []
+        pieces: list[ScheduledChunk] = []
         while self.waiting and self.num_active + num_reserved < self._limits.max_num_seqs and budget.num_tokens > 0:
             sequence = self.waiting[0]
             if sequence.handoff and budget.num_tokens < min(self._pool.block_size, len(sequence.tokens)):

@@ -13,7 +13,7 @@ tear, and other models, layouts and releases leave theirs.
 """
 
 import struct
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -87,8 +87,10 @@ def facts_of(
 def shared_fields(layout: KVLayout, group: int) -> dict[str, Any]:
     """Return the fields that decide the meaning of a group's bytes, whatever the number of shards."""
     fields: dict[str, Any] = {"model": layout.model, "block_size": layout.block_size}
-    for name, value in to_builtins(layout.groups[group]).items():
-        fields[f"groups[{group}].{name}"] = list(value) if isinstance(value, tuple) else value  # as they are decoded
+    described: dict[str, Any] = to_builtins(layout.groups[group])
+    for name, value in described.items():
+        # Lists, as they are decoded.
+        fields[f"groups[{group}].{name}"] = list(cast(tuple[Any, ...], value)) if isinstance(value, tuple) else value
     return fields
 
 
@@ -153,7 +155,7 @@ def _read_facts(record: memoryview) -> tuple[BlockFacts, int, int]:
     if not _PREFIX.size + meta_nbytes <= offset <= len(record):
         raise Corrupt(f"offset is {offset}, of a record of {len(record)} bytes with {meta_nbytes} of facts")
     try:
-        facts = _decoder.decode(record[_PREFIX.size : _PREFIX.size + meta_nbytes])
+        facts: BlockFacts = _decoder.decode(record[_PREFIX.size : _PREFIX.size + meta_nbytes])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Corrupt(f"the facts of the record can't be read: {error}") from error
     _require("nbytes", len(record), offset + facts.stored_nbytes)

@@ -103,7 +103,8 @@ def propose(
 
     Raises TransferError if no transport works, naming each one's reason.
     """
-    reasons, ring = [], replace(ring, is_local=wire.is_local)
+    reasons: list[str] = []
+    ring = replace(ring, is_local=wire.is_local)
     for index, name in enumerate(names):
         session = secrets.token_bytes(SESSION_NBYTES)
         wire.deadline.renew()

@@ -9,6 +9,7 @@ import select
 import socket
 import threading
 from collections.abc import Callable
+from typing import Any
 
 from contracts.errors import ConfigError, PeerLost, TandemError, TransferError
 from kv_transfer.connection import handshake
@@ -77,7 +78,7 @@ class Listener:
                 continue
             self._greet(sock, address)
 
-    def _greet(self, sock: socket.socket, address: tuple) -> None:
+    def _greet(self, sock: socket.socket, address: tuple[Any, ...]) -> None:
         if not self._has_room():
             log.warning("%s is refused: %d handshakes are under way", address[0], MAX_HANDSHAKES)
             sock.close()
@@ -110,7 +111,7 @@ class Listener:
                 shut(oldest)
         return self._slots.acquire(timeout=ROOM_S)
 
-    def _shake_hands(self, sock: socket.socket, address: tuple) -> None:
+    def _shake_hands(self, sock: socket.socket, address: tuple[Any, ...]) -> None:
         wire = HandshakeSocket(sock, Deadline(self._settings.handshake_timeout_s))
         try:
             hello = self._first_words(wire)

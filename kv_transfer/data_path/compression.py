@@ -60,7 +60,7 @@ class SegmentCodec:
 
     def _rate(self, name: str, data: np.ndarray, out: np.ndarray) -> CodecRate:
         run = [PageRun(_TRIAL_PAGES, is_key=True)]
-        encode_s = decode_s = float("inf")
+        payload, encode_s, decode_s = b"", float("inf"), float("inf")
         for _ in range(_TRIALS):
             start = time.perf_counter()
             payload = codec.encode(data, run, self.format, LEVELS[name])

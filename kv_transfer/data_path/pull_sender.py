@@ -49,7 +49,7 @@ class PullBatch:
 
     num_tokens: int
     released: int = 0
-    held: list[PullReady | Fin] = field(default_factory=list)
+    held: list[PullReady | Fin] = field(default_factory=list[PullReady | Fin])
 
     def releases(self, end: int, num_tokens: int) -> bool:
         """Return whether a chunk of `num_tokens` that ends at token `end` is reported, with all before it.

@@ -36,7 +36,7 @@ class ChunkAssembly:
     units: np.ndarray | None
     offset: int
     checksum: int
-    sums: list[np.ndarray] = field(default_factory=list)
+    sums: list[np.ndarray] = field(default_factory=list[np.ndarray])
 
     @property
     def key(self) -> Key:

@@ -4,7 +4,7 @@ import logging
 import math
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 
 from contracts.errors import TandemError, TransferError
@@ -139,10 +139,10 @@ class IncomingLink(Link):
         """Return whether a thread that does not sleep would disturb no other."""
         return self.grants.is_alone and not self.parts.is_busy()
 
-    def _on_message(self, message: HandoffMessage) -> None:
+    def on_message(self, message: HandoffMessage) -> None:
         """Handle a chunk to fetch here: the owner is notified only when it has arrived."""
         if not isinstance(message, PullScheduled | PullReady):
-            super()._on_message(message)
+            super().on_message(message)
         elif self._pull_receiver is None:
             raise ValueError(f"prefill wants a chunk to be fetched over {self.transport}")
         else:
@@ -153,7 +153,7 @@ class IncomingLink(Link):
                     self._pull_receiver.on_pull_scheduled(message)
 
     @contextmanager
-    def _pulling(self) -> Iterator[None]:
+    def _pulling(self) -> Generator[None, None, None]:
         """End the link if the device can't copy; it is then fenced as always."""
         try:
             yield

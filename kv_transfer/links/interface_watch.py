@@ -21,4 +21,4 @@ class InterfaceWatch:
         Those of other containers on the host come and go under other names, and are no concern of UCX here.
         """
         names = {name for _, name in self._first}
-        return sorted(name for index, name in set(socket.if_nameindex()) - self._first if name in names)
+        return sorted(name for _, name in set(socket.if_nameindex()) - self._first if name in names)

@@ -8,7 +8,7 @@ import math
 import socket
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -221,7 +221,7 @@ class Link(ABC):
             self._finish()
 
     @contextmanager
-    def _failing(self, what: str) -> Iterator[None]:
+    def _failing(self, what: str) -> Generator[None, None, None]:
         """Make every error inside the failure of this link."""
         try:
             yield
@@ -240,7 +240,7 @@ class Link(ABC):
             control = self._go_up(sock, theirs)
             log.info("KV link %s is up over %s (%s)", self._name, self.transport, channel.detail)
             with self._failing("control"):
-                self.fail(control.run(self._on_message))
+                self.fail(control.run(self.on_message))
         finally:  # a thread or descriptor may have been lacking
             self._fence(data, channel, mover)
 
@@ -296,7 +296,7 @@ class Link(ABC):
     def _name(self) -> str:
         return f"{'to' if self.outgoing else 'from'} {self.peer_id}"
 
-    def _on_message(self, message: HandoffMessage) -> None:
+    def on_message(self, message: HandoffMessage) -> None:
         if not isinstance(message, self.receives):
             raise ValueError(f"{'decode' if self.outgoing else 'prefill'} sent {type(message).__name__}")
         self._note(message)

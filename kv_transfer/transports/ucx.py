@@ -34,7 +34,7 @@ from socket import socket
 from typing import Any
 
 import numpy as np
-import ucxx._lib.libucxx as ucx
+import ucxx._lib.libucxx as _libucxx
 
 from contracts.errors import PeerLost, TransferError
 from kv_transfer.chunks.segment import META_NBYTES
@@ -44,6 +44,8 @@ from kv_transfer.transports.ucx_endpoint import endpoint_lanes
 from kv_transfer.transports.ucx_messages import Operation, Receiving, flush, send
 
 log = logging.getLogger(__name__)
+
+ucx: Any = _libucxx  # it comes without types
 
 # Shared memory is excluded by error handling anyway; "^sm" spares its segments and descriptors. RDMA stays possible.
 CONFIG = {"TLS": "^sm", "TCP_TX_SEG_SIZE": "1m", "TCP_RX_SEG_SIZE": "1m", "RNDV_SCHEME": "put_zcopy"}

@@ -218,7 +218,7 @@ class UcxDeviceOutbound(_DeviceChannel):
 
         UCX registers and maps the slots now, and not during a handoff.
         """
-        paths, took_s = [""], []
+        paths, took_s = [""], list[float]()
         for _ in range(2 * NUM_SLOTS):
             begin = time.perf_counter()
             operation = self._start(self.acquire(), _NO_WORDS, self.slot_nbytes)

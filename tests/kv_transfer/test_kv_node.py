@@ -237,7 +237,7 @@ def test_a_message_that_trips_us_up_ends_its_link_fenced(pair: tuple[Peer, Peer]
     def trip(*_: object) -> None:
         raise LookupError("a fault of ours")
 
-    monkeypatch.setattr(Link, "_on_message", trip)
+    monkeypatch.setattr(Link, "on_message", trip)
     prefill.node.finish(decode.name, fin("r", 0))
     lost = decode.wait(PeerDisconnected)
     assert (lost.fenced, lost.error) == (True, "LookupError: a fault of ours")
