@@ -6,7 +6,7 @@ from engine.engine import Engine
 from kv_transfer.node import TransferNode
 from worker.core.attempt_table import AttemptTable
 from worker.core.local_role import LocalRole
-from worker.core.main import run, transfer_keeper
+from worker.core.main import run
 from worker.core.role import RoleHandler
 from worker.settings import WorkerSettings
 
@@ -19,4 +19,4 @@ def make_roles(
 
 
 if __name__ == "__main__":
-    run(make_roles, transfer_keeper)
+    run(make_roles)

@@ -67,9 +67,6 @@ class DecodeRole:
     def counters(self) -> dict[str, float]:
         return self._counters | {"quarantined": self._handoffs.num_quarantined}
 
-    def hands_over_alone(self) -> bool:
-        return False
-
     def is_idle(self) -> bool:
         return self._handoffs.is_idle
 

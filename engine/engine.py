@@ -150,13 +150,6 @@ class Engine:
         """
         self._handoff.prepare(request_id)
 
-    def rehearse(self) -> None:
-        """Prepare what was prepared once more, if it is still to come.
-
-        The processor has in its caches then what the step itself will run.
-        """
-        self._handoff.rehearse()
-
     def adopt(self, request_id: RequestId, first: Token) -> None:
         """Decode from index 1: the reserved pages hold the prompt's KV and `first` is token 0, sent already.
 

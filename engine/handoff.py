@@ -43,7 +43,6 @@ class Handoff:
         self._vocab_size, self._max_num_seqs, self._has_work = vocab_size, max_num_seqs, has_work
         self._refused: tuple[RequestId, int, int] | None = None
         self._why_refused = ""
-        self._prepared: Sequence | None = None
 
     def reserve(self, request: EngineRequest, arrival: int | None = None) -> Reservation:
         """See Engine.reserve."""
@@ -77,17 +76,10 @@ class Handoff:
             sequence.tokens.append(0)
             try:
                 self._runner.prepare(ScheduledChunk(sequence, sequence.num_prompt, 1))
-                self._prepared = sequence
             except RuntimeError:  # the step itself may fail as well, for this request alone
-                self._prepared = None
                 _log.exception("the first step of request %s can't be prepared", request_id)
             finally:
                 sequence.tokens.pop()
-
-    def rehearse(self) -> None:
-        """See Engine.rehearse."""
-        if self._prepared is not None and self._table.is_present(self._prepared):
-            self.prepare(self._prepared.request_id)
 
     def adopt(self, request_id: RequestId, first: Token) -> None:
         """See Engine.adopt."""

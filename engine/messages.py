@@ -1,6 +1,6 @@
 """What goes into an engine and what comes out of it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -145,12 +145,6 @@ class StepObserver:
         """What the device is given from now on comes behind the chunks that were coming.
 
         Unless `is_all`, behind their early planes. May be said again.
-        """
-
-    def waiting(self, is_done: Callable[[], bool]) -> None:
-        """The device has its work, and nothing is left but to wait until the oldest batch `is_done`.
-
-        Whoever returns earlier leaves that to the engine.
         """
 
 

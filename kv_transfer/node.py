@@ -34,7 +34,6 @@ from kv_transfer.settings import TransferSettings
 from kv_transfer.transports.base import Transport
 from kv_transfer.transports.nvlink import NvlinkTransport
 from kv_transfer.transports.registry import Transports, require_available
-from kv_transfer.warm_path import Rehearsal
 
 BUSY_S = 0.03
 """How long after a launch the owner counts as busy, in seconds: its next batch, if there is one, starts sooner."""
@@ -89,11 +88,9 @@ class TransferNode:
             wake=wake,
             is_busy=self._is_busy,
             paths=self._paths,
-            keep_warm=self.keep_warm,
             on_proved=self._on_proved,
             on_lost=self._on_lost,
         )
-        self._rehearsal = Rehearsal(self._parts)
         self._listener = Listener(settings, identity, self._on_peer)
 
     @property
@@ -137,10 +134,6 @@ class TransferNode:
         """Return the mean `nbytes_per_s` of `stats` over the peers where it is known; 0.0 if it never is."""
         rates = [link.nbytes_per_s for link in self.stats() if link.nbytes_per_s > 0]
         return sum(rates) / len(rates) if rates else 0.0
-
-    def keep_warm(self) -> bool:
-        """Run a rehearsal (see warm_path) if one is due; return whether it ran. Waiting threads poll it."""
-        return self._rehearsal.keep_warm()
 
     @property
     def bad_paths(self) -> tuple[Incarnation, ...]:
@@ -222,11 +215,6 @@ class TransferNode:
         """
         if link := self._table.outgoing(peer_id):
             link.chunk_scheduled((request_id, epoch), first_token, num_tokens, src_pages, early_planes, group)
-
-    def is_fetched_by(self, peer_id: WorkerId) -> bool:
-        """Return whether the decode peer fetches chunks itself, so that no thread of this node sends any."""
-        link = self._table.outgoing(peer_id)
-        return link is not None and link.is_fetched
 
     def chunks_launched(self, is_all: bool) -> None:
         """Report that the announced chunks are on the thread's current stream, or never will be.

@@ -4,7 +4,6 @@ from contracts.ids import WorkerId
 from engine.engine import Engine
 from kv_transfer.node import TransferNode
 from prefill_svc.role import PrefillRole
-from prefill_svc.warm_path import keeper
 from worker.core.attempt_table import AttemptTable
 from worker.core.local_role import LocalRole
 from worker.core.main import run
@@ -20,4 +19,4 @@ def make_roles(
 
 
 if __name__ == "__main__":
-    run(make_roles, keeper)
+    run(make_roles)

@@ -87,12 +87,6 @@ class PrefillRole:
     def counters(self) -> dict[str, float]:
         return self._counters
 
-    def hands_over_alone(self) -> bool:
-        if len(self._attempts) != 1 or len(self._handoffs) != 1:
-            return False
-        (handoff,) = self._handoffs
-        return self._node.is_fetched_by(handoff.peer.worker_id)
-
     def is_idle(self) -> bool:
         return self._handoffs.is_idle
 

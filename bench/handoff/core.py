@@ -35,7 +35,6 @@ from kv_transfer.links.incoming_link import IncomingLink
 from kv_transfer.node import TransferNode
 from kv_transfer.settings import TransferSettings
 from mixed_svc.core import make_roles
-from prefill_svc.warm_path import keeper
 from process.garbage_collector import freeze_startup_objects
 from worker.core.attempt_table import AttemptTable
 from worker.core.engine_core import EngineCore
@@ -260,8 +259,7 @@ def serve(link: FrontLink, start: Start, spec: CoreSpec, engine: Engine) -> None
         sum_what_ends(engine, sums)
     node.start()
     roles = make_roles(WorkerSettings.model_validate({"role": WorkerRole.MIXED}), me, engine, node, attempts)
-    keep_warm = keeper(node, engine.layout)
-    core = StampedCore(stamps, me, engine, node, roles, attempts, link, keep_warm=keep_warm)
+    core = StampedCore(stamps, me, engine, node, roles, attempts, link)
     freeze_startup_objects()
     link.send(ready_of(engine, node))
     try:

@@ -122,13 +122,6 @@ class RemotePool(Protocol):
         """Stop every wait for a mark: the copies that waited are void, and done soon."""
         ...
 
-    def rehearse(self) -> None:
-        """Do what a pull does, except for the copies, with a page of no request. Raises TransferError.
-
-        A link that sleeps goes on sleeping.
-        """
-        ...
-
     def close(self) -> None:
         """Unmap the peer's memory; nothing reads it any more on return. Idempotent."""
         ...

@@ -19,7 +19,6 @@ from kv_transfer.data_path.grant import GrantedPages, GrantTable
 from kv_transfer.data_path.pull_sender import UnthreadedMover
 from kv_transfer.data_path.sender import Key
 
-REHEARSAL_S = 0.005
 MAX_EARLY = 256
 LATE_S = 1.0
 """The seconds after which a copy stops waiting for its mark: a device that hangs must not hold another's pages."""
@@ -91,7 +90,6 @@ class PullReceiver(UnthreadedMover):
         super().__init__()
         self._grants, self._layout, self._remotes, self._checks = grants, layout, remotes, checks
         self._commit, self._on_arrived, self._on_bad, self._on_drained = commit, on_arrived, on_bad, on_drained
-        self._next_rehearsal_s = 0.0
         self._early: list[EarlyPull] = []
         self._is_left = is_left
 
@@ -140,17 +138,6 @@ class PullReceiver(UnthreadedMover):
             if not early.is_read and not early.deferred.is_void and early.deferred.is_due and early.deferred.is_done:
                 early.read()
 
-    def stay_awake(self) -> None:
-        """Rehearse a pull now and then.
-
-        A processor that slept takes twice as long for code that is in none of its caches.
-        """
-        now = time.perf_counter()
-        if now >= self._next_rehearsal_s and not self._early:
-            for remote in self._remotes:
-                remote.rehearse()
-            self._next_rehearsal_s = time.perf_counter() + REHEARSAL_S
-
     def put(self, pull: PullReady) -> None:
         """Fetch the chunk, which takes a millisecond or two.
 
@@ -158,9 +145,7 @@ class PullReceiver(UnthreadedMover):
         """
         start = time.perf_counter()
         self._fetch(pull)
-        now = time.perf_counter()
-        self.busy_s += now - start
-        self._next_rehearsal_s = now + REHEARSAL_S  # a real pull has the effect of a rehearsal
+        self.busy_s += time.perf_counter() - start
 
     def _fetch(self, pull: PullReady) -> None:
         """Decide by the header whether this chunk may be written."""

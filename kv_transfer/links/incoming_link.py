@@ -131,8 +131,6 @@ class IncomingLink(Link):
             if not self._is_alone():
                 return timeout_s
             self._pull_receiver.look_ahead()
-            self._pull_receiver.stay_awake()
-        self.parts.keep_warm()
         return 0.0
 
     def _is_alone(self) -> bool:

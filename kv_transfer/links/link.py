@@ -49,7 +49,7 @@ class LinkParts:
     `emit` queues an event for the owner and wakes it up, `note` and `wake` do one of the two; `on_proved` is called
     with a link whose peer has proved itself, `on_lost` takes a link out of the node's tables. `is_busy`: the owner
     computes, and would be disturbed by a thread that does not sleep. `paths`: where sending links report success and
-    failure. `pools`: of each group. `keep_warm`: for threads that wait without sleep, see warm_path.
+    failure. `pools`: of each group.
     """
 
     settings: TransferSettings
@@ -64,7 +64,6 @@ class LinkParts:
     wake: Callable[[], None]
     is_busy: Callable[[], bool]
     paths: PathHealth
-    keep_warm: Callable[[], object]
     on_proved: Callable[["Link"], None]
     on_lost: Callable[["Link", events.PeerDisconnected], None]
 

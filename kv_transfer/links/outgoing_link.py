@@ -68,11 +68,6 @@ class OutgoingLink(Link):
             target=self._run_to_the_end, args=(self._connect_and_serve,), name=f"kv-link-{peer.worker_id}", daemon=True
         )
 
-    @property
-    def is_fetched(self) -> bool:
-        """Return whether the link is up and decode fetches the chunks that it is sent notice of."""
-        return self._pull_sender is not None
-
     def start(self) -> None:
         """Connect in a thread of its own. If no thread can be started, the link is lost like any other."""
         try:

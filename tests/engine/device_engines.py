@@ -160,10 +160,9 @@ def landed(
     prompt: SequenceOf[int],
     sampling: SamplingParams = ANSWER,
 ) -> None:
-    """Reserved, prepared and rehearsed as a worker does, then pages pulled, each summed up right."""
+    """Reserve and prepare as a worker does, then pages pulled, each summed up right."""
     reservation, layout = target.reserve(request(name, prompt, sampling)), target.layout
     target.prepare(reservation.request_id)
-    target.rehearse()
     for first_token, size, blocks, sums in told.chunks:
         start = max(first_token, reservation.skip_tokens)
         skipped = (start - first_token) // layout.block_size

@@ -106,71 +106,6 @@ def test_a_prepared_first_step_lacks_only_its_token(folder, handing, length, mon
     assert [told.first.token_id, *tokens_of(outputs, "a")] == expected_of(folder, prompt, greedy(8))
 
 
-def test_what_was_prepared_is_rehearsed_until_it_is_here_or_another_comes(folder, handing, monkeypatch):
-    target, lands = handing
-    prepared, prepare = [], target.runner.prepare
-    monkeypatch.setattr(target.runner, "prepare", lambda piece: (prepared.append(piece.end), prepare(piece)))
-    target.rehearse()
-    assert not prepared
-    told = lands("a", PROMPTS[1], greedy(8))
-    target.rehearse()
-    assert prepared == [len(PROMPTS[1]) + 1] * 3, "prepared once, rehearsed twice"
-    other = lands("b", PROMPTS[2], greedy(8))
-    assert len(prepared) == 3, "which of the two comes first is not known"
-    lands("c", PROMPTS[0], greedy(8))
-    given_up(target, "c")
-    adopted(target, told, "a")
-    target.rehearse()
-    assert len(prepared) == 3, "what runs is prepared by running"
-    adopted(target, other, "b")
-    outputs = drain(target)
-    told_of = lands("d", PROMPTS[1], greedy(8))
-    lands("e", PROMPTS[2], greedy(8))
-    given_up(target, "e")
-    target.rehearse()
-    assert len(prepared) == 6, "it is the only one again"
-    adopted(target, told_of, "d")
-    assert [told_of.first.token_id, *tokens_of(drain(target), "d")] == expected_of(folder, PROMPTS[1], greedy(8))
-    target.rehearse()
-    assert len(prepared) == 6, "it is gone"
-    for name, prompt, first in (("a", PROMPTS[1], told.first), ("b", PROMPTS[2], other.first)):
-        assert [first.token_id, *tokens_of(outputs, name)] == expected_of(folder, prompt, greedy(8))
-
-
-def test_what_can_not_be_rehearsed_is_left_alone(folder, handing, monkeypatch):
-    target, lands = handing
-    tried = []
-
-    def refuse(piece):
-        tried.append(piece.end)
-        raise RuntimeError("no page-locked memory")
-
-    told = lands("a", PROMPTS[2], greedy(8))
-    with monkeypatch.context() as refusing:
-        refusing.setattr(target.runner, "prepare", refuse)
-        for _ in range(3):
-            target.rehearse()
-    assert len(tried) == 1
-    adopted(target, told, "a")
-    assert [told.first.token_id, *tokens_of(drain(target), "a")] == expected_of(folder, PROMPTS[2], greedy(8))
-
-
-def test_a_watcher_hears_of_each_batch_that_nothing_is_left_but_to_wait_for_it(folder):
-    class Waiting(StepObserver):
-        def __init__(self) -> None:
-            self.heard: list[bool] = []
-
-        def waiting(self, is_done) -> None:
-            self.heard.append(is_done())
-
-    engine, watcher = device_engine(folder, max_batched_tokens=128), Waiting()
-    engine.submit(request("a", PROMPTS[0], greedy(4)))
-    outputs = []
-    while engine.has_work():
-        outputs.append(engine.step(watcher))
-    assert watcher.heard == [True] * len(outputs), "this device computes at once"
-
-
 def test_a_first_step_that_can_not_be_prepared_is_worked_out_when_it_is_due(folder, handing, monkeypatch):
     target, lands = handing
     state = target.runner.launcher.state
@@ -311,15 +246,6 @@ def test_blocks_of_a_batch_in_flight_are_given_to_nobody(folder):
     drain(engine)
     assert engine.stats().free_tokens == engine.capacity_tokens
     engine.check()
-
-
-def test_a_rehearsal_touches_what_belongs_to_nobody(folder):
-    source, target = (device_engine(folder).transfer_pool for _ in range(2))
-    remote, blocks = target.attach(source.share()), range(target.num_blocks)
-    before = target.checksums(blocks).wait().copy()
-    remote.rehearse()
-    assert np.array_equal(target.checksums(blocks).wait(), before)
-    remote.close()
 
 
 def test_a_mark_that_was_set_in_the_peers_place_is_not_waited_for(folder):

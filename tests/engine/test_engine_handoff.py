@@ -13,7 +13,6 @@ from contracts.errors import OutOfBlocks, RequestError
 from contracts.events import Token
 from engine.engine import Engine
 from engine.loader import load_engine
-from engine.messages import StepObserver
 from tests.engine.driving import drain, greedy, random_prompts, request, settings, tokens_of
 from tests.engine.tiny_models import VOCAB, save_tiny
 
@@ -61,18 +60,6 @@ def hand_over(source, target, name, prompt, sampling):
     target.incoming_writer_ended(name)
     source.release(name)
     return reservation, [first[0].token_id, *tokens_of(drain(target), name)]
-
-
-def test_a_processor_that_computes_in_the_call_is_not_waited_for(pair: Pair):
-    class Watching(StepObserver):
-        def waiting(self, is_done) -> None:
-            raise AssertionError("nothing else is to be done meanwhile")
-
-    source, _ = pair
-    source.submit(request("a", PROMPTS[3], greedy(3), handoff=True))
-    while source.has_work():
-        source.step(Watching())
-    source.release("a")
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -11,7 +11,7 @@ import pytest
 
 from contracts.errors import TransferError
 from contracts.handoff import Abort, AbortAck, ChunkHeader, Commit, Offer, PullReady
-from contracts.ids import BlockId, Epoch, RequestId, WorkerId
+from contracts.ids import BlockId, Epoch, RequestId
 from kv_transfer.events import ChunkBad, ChunkLanded, Drained, MessageReceived, PeerDisconnected
 from tests.kv_transfer.kv_device import DEVICE
 from tests.kv_transfer.kv_pair import LAYOUT, Peer, offer_and_grant, pages_equal, send
@@ -77,12 +77,6 @@ def test_prefill_keeps_what_it_told_of_until_decode_has_let_go(pair: tuple[Peer,
     assert drained.request_id == "r"
     assert acks or prefill.message(AbortAck, "r")
     decode.wait(Drained)
-
-
-def test_prefill_knows_that_decode_fetches(pair: tuple[Peer, Peer]) -> None:
-    prefill, decode = pair
-    assert prefill.node.is_fetched_by(decode.name)
-    assert not prefill.node.is_fetched_by(WorkerId("nobody")) and not decode.node.is_fetched_by(prefill.name)
 
 
 def test_what_was_never_told_is_drained_at_once(pair: tuple[Peer, Peer]) -> None:

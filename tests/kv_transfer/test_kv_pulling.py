@@ -53,7 +53,7 @@ class Remote:
     def __init__(self) -> None:
         self.asked: list[tuple[list[int], list[int]]] = []
         self.waiting: list[Waiting] = []
-        self.num_rehearsals, self.marks = 0, True
+        self.marks = True
 
     def sums(self, num_pages: int) -> np.ndarray:
         return np.full((num_pages, LAYOUT.only_group.num_planes), 7, np.uint32)
@@ -71,9 +71,6 @@ class Remote:
     def pull(self, pages, into, checks):
         self.asked.append((list(pages), list(into)))
         return self.sums(len(into)) if checks else None
-
-    def rehearse(self) -> None:
-        self.num_rehearsals += 1
 
     def close(self) -> None:
         pass
@@ -264,20 +261,6 @@ def test_what_was_read_ahead_counts_only_if_it_is_what_is_told():
     decode, _ = read_ahead()
     decode.puller.put(PullReady.of(header(0), [BlockId(12)]))
     assert decode.remote.asked == [([12], [5])] and decode.said[0][1] == "checksum differs"
-
-
-def test_rehearsals_come_now_and_then_and_not_after_a_pull():
-    decode = Decode()
-    decode.puller.stay_awake()
-    decode.puller.stay_awake()
-    assert decode.remote.num_rehearsals == 1
-    decode.puller._next_rehearsal_s = 0.0
-    decode.puller.put(pull(0))
-    decode.puller.stay_awake()
-    decode.puller.on_pull_scheduled(coming(4, 4, [11]))
-    decode.puller._next_rehearsal_s = 0.0
-    decode.puller.stay_awake()
-    assert decode.remote.num_rehearsals == 1
 
 
 def test_a_told_attempt_is_being_read_until_decode_says_otherwise():

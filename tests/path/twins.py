@@ -100,9 +100,6 @@ class FakeEngine:
         blocks = [BlockId(i) for i in range(num_blocks)]
         return Reservation(request.request_id, blocks, [0] * num_blocks, 0)
 
-    def rehearse(self) -> None:
-        """There are no caches."""
-
     def prepare(self, request_id: RequestId) -> None:
         assert self.sequences[request_id].state == "reserved"
 
@@ -280,9 +277,6 @@ class FakeNode:
 
     def chunks_launched(self, is_all: bool) -> None:
         """Nothing waits for it."""
-
-    def is_fetched_by(self, peer_id: WorkerId) -> bool:
-        return True
 
     def rested(self) -> None:
         """Nor does a thread care."""

@@ -24,16 +24,13 @@ ALERT_WAIT_S = 0.001
 """The longest wait in seconds while a handoff is on its way to an idle engine. After a longer sleep its first step
 would begin 0.1 ms later.
 """
-REHEARSAL_S = 0.004
-"""The seconds between rehearsals, each of which keeps the interpreter from the thread that waits for the handoff."""
 TICK_S = 0.02
 
 
 class EngineCore(StepObserver):
     """The core of one worker: an engine, a transfer node and the roles.
 
-    Single-threaded: everything from other threads comes through `link`. `keep_warm`: see prefill_svc.warm_path; it is
-    called again and again while a lone prompt that will be handed over is computed.
+    Single-threaded: everything from other threads comes through `link`.
     """
 
     def __init__(
@@ -45,7 +42,6 @@ class EngineCore(StepObserver):
         attempts: AttemptTable,
         link: FrontLink,
         clock: Callable[[], float] = time.monotonic,
-        keep_warm: Callable[[], None] = lambda: None,
     ) -> None:
         self._me = me
         self._engine = engine
@@ -53,10 +49,10 @@ class EngineCore(StepObserver):
         self._roles = roles
         self._attempts = attempts
         self._link = link
-        self._clock, self._keep_warm = clock, keep_warm
+        self._clock = clock
         self._status = StatusReporter(engine, node, attempts, roles)
         self._stopping = self._is_stuck = False
-        self._next_tick_s = self._next_rehearsal_s = 0.0
+        self._next_tick_s = 0.0
 
     @property
     def prefill_rate(self) -> float:
@@ -82,18 +78,12 @@ class EngineCore(StepObserver):
             self._step()
         self._send()
         if not self._engine.has_work():
-            self._on_idle()
+            self._node.rested()
 
     def _poll_timeout_s(self) -> float:
         if self._engine.has_work():
             return IDLE_WAIT_S if self._is_stuck else self._launch_slack_s()
         return ALERT_WAIT_S if self._engine.has_reserved else IDLE_WAIT_S
-
-    def _on_idle(self) -> None:
-        self._node.rested()
-        if self._engine.has_reserved and self._clock() >= self._next_rehearsal_s:
-            self._engine.rehearse()
-            self._next_rehearsal_s = self._clock() + REHEARSAL_S
 
     def _launch_slack_s(self) -> float:
         """Return how many seconds a launch may wait for a reserved handoff to join the next batch."""
@@ -182,13 +172,6 @@ class EngineCore(StepObserver):
 
     def chunks_launched(self, is_all: bool) -> None:
         self._node.chunks_launched(is_all)
-
-    def waiting(self, is_done: Callable[[], bool]) -> None:
-        """Keep the handoff code warm for a lone prompt that will be handed over; under load it is warm anyway."""
-        if any(role.hands_over_alone() for role in self._roles):
-            while not is_done():
-                self._keep_warm()
-                time.sleep(0)  # some 50 us in which link threads get the interpreter at once, not after 200
 
     # Outputs.
 

@@ -51,8 +51,5 @@ class LocalRole:
     def counters(self) -> dict[str, float]:
         return {"local_requests": self._num_requests}
 
-    def hands_over_alone(self) -> bool:
-        return False
-
     def is_idle(self) -> bool:
         return True

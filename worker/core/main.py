@@ -13,7 +13,6 @@ from contextlib import ExitStack, closing
 
 from contracts.errors import ConfigError
 from contracts.ids import Incarnation, WorkerId
-from contracts.layout import KVLayout
 from engine.engine import Engine
 from engine.loader import load_engine, resolve_device
 from engine.settings import EngineSettings
@@ -33,21 +32,20 @@ log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 10.0
 MakeRoles = Callable[[WorkerSettings, WorkerId, Engine, TransferNode, AttemptTable], list[RoleHandler]]
-MakeKeeper = Callable[[TransferNode, KVLayout], Callable[[], None]]
 SWITCH_S = 0.0002
 """The interval at which threads switch, in seconds: a link's thread gets the interpreter this soon while the engine's
 Python runs.
 """
 
 
-def run(make_roles: MakeRoles, make_keeper: MakeKeeper) -> None:
+def run(make_roles: MakeRoles) -> None:
     """Run the program of one engine core; end the process if it fails."""
     sys.setswitchinterval(SWITCH_S)
     for number in (signal.SIGINT, signal.SIGTERM):  # they may reach the whole process group: the front decides
         signal.signal(number, signal.SIG_IGN)
     link = FrontLink(socket.socket(fileno=int(sys.argv[1])))
     try:
-        _serve(link, make_roles, make_keeper)
+        _serve(link, make_roles)
     except FrontDisconnected:
         sys.exit(0)
     except Exception as error:
@@ -61,12 +59,12 @@ def run(make_roles: MakeRoles, make_keeper: MakeKeeper) -> None:
         os._exit(1)
 
 
-def _serve(link: FrontLink, make_roles: MakeRoles, make_keeper: MakeKeeper) -> None:
+def _serve(link: FrontLink, make_roles: MakeRoles) -> None:
     start = _first_message(link)
     settings = WorkerSettings.model_validate_json(start.settings)
     logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s core %(levelname)s %(name)s: %(message)s")
     engine = load_engine(engine_settings(settings), lambda stage, done, total: link.send(Loading(stage, done, total)))
-    serve(link, start, settings, engine, make_roles, make_keeper)
+    serve(link, start, settings, engine, make_roles)
 
 
 def serve(
@@ -75,7 +73,6 @@ def serve(
     settings: WorkerSettings,
     engine: Engine,
     make_roles: MakeRoles,
-    make_keeper: MakeKeeper,
 ) -> None:
     """Serve until the front sends Stop. Raises FrontDisconnected when the front is gone."""
     me, incarnation = WorkerId(start.worker_id), Incarnation(start.incarnation)
@@ -86,8 +83,8 @@ def serve(
         node.start()
         with closing(node):
             attempts = AttemptTable()
-            roles, keep_warm = make_roles(settings, me, engine, node, attempts), make_keeper(node, engine.layout)
-            core = EngineCore(me, engine, node, roles, attempts, link, keep_warm=keep_warm)
+            roles = make_roles(settings, me, engine, node, attempts)
+            core = EngineCore(me, engine, node, roles, attempts, link)
             with ExitStack() as stack:
                 if tiers := open_tiers(settings, engine, lambda: core.prefill_rate, link.wake):
                     stack.callback(tiers.close)
@@ -95,15 +92,6 @@ def serve(
                 freeze_startup_objects()
                 link.send(ready_of(engine, node))
                 core.run()
-
-
-def transfer_keeper(node: TransferNode, layout: KVLayout) -> Callable[[], None]:
-    """Return the function that keeps the transfer code warm in a core that never sends."""
-
-    def keep_warm() -> None:
-        node.keep_warm()
-
-    return keep_warm
 
 
 def _first_message(link: FrontLink) -> Start:

@@ -106,10 +106,6 @@ class RoleHandler(Protocol):
         """Return counters of this role's work by metric name; they only grow."""
         ...
 
-    def hands_over_alone(self) -> bool:
-        """Return whether all work here is one prompt whose pages decode will fetch itself."""
-        ...
-
     def is_idle(self) -> bool:
         """Return whether this role holds no request and no page."""
         ...

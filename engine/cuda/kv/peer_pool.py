@@ -216,11 +216,6 @@ class PeerPool:
     def is_waiting(self) -> bool:
         return any(not pull.is_done for pull in self._waiting)
 
-    def rehearse(self) -> None:
-        """The next pull finds the caches as it needs them."""
-        self._take_stream()
-        self._resharding.verifier.sums([self._ours.num_blocks])
-
     def close(self) -> None:
         """AwaitedPool for what was launched. Idempotent."""
         self.expire()

@@ -7,12 +7,12 @@ import pytest
 
 from contracts.events import Failed, Finished, Prefilled, Tokens
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
-from contracts.request import Cancel, Job
+from contracts.request import Cancel
 from engine.messages import EngineFailure, StepObserver, StepOutput
 from gateway.generation.time_account import non_overlapped_transfer_s
 from tests.nodes import node_info
 from tests.path.ring import D, P, Ring, answer
-from worker.core.engine_core import ALERT_WAIT_S, IDLE_WAIT_S, REHEARSAL_S
+from worker.core.engine_core import ALERT_WAIT_S, IDLE_WAIT_S
 from worker.core.front_link import FrontDisconnected
 from worker.core.role import attempt_key
 from worker.core.status import STATUS_PERIOD_S
@@ -100,80 +100,18 @@ def test_a_core_that_expects_a_handoff_does_not_sleep_for_long():
     assert kinds == [IDLE_WAIT_S, ALERT_WAIT_S, 0.0, IDLE_WAIT_S]
 
 
-def test_a_core_that_expects_a_handoff_rehearses_now_and_then_and_rests_when_nothing_is_left(monkeypatch):
+def test_a_core_rests_when_nothing_is_left_and_not_while_it_computes(monkeypatch):
     ring, told = Ring(), []
     side = ring.sides[D]
-    monkeypatch.setattr(side.engine, "rehearse", lambda: told.append("rehearse"))
     monkeypatch.setattr(side.node, "rested", lambda: told.append("rest"))
-    ring.both(ring.job(R, list(range(40)), 5))
+    ring.both(ring.job(R, list(range(40)), 50))
     ring.turn(D)
     assert told == ["rest"], "nothing is reserved yet"
-    while not side.engine.has_reserved:
-        ring.settle(1)
-    assert told[-1] == "rehearse"
-    told.clear()
-    side.core.turn()
-    assert told == ["rest"], "a moment ago it was"
-    ring.clock.now += REHEARSAL_S
-    side.core.turn()
-    assert told == ["rest", "rest", "rehearse"]
-    ring.settle()
-    assert ring.tokens(R) == answer(list(range(40)), 5)
-    told.clear()
-    ring.both(ring.job(RequestId("s"), list(range(40)), 50))
     while not side.engine.has_work():
         ring.settle(1)
     told.clear()
     ring.turn(D)
     assert side.engine.has_work() and not told
-
-
-def local(job: Job) -> Job:
-    """Served whole where its prompt is computed."""
-    return msgspec.structs.replace(job, route=msgspec.structs.replace(job.route, decode=job.route.prefill))
-
-
-def warms(ring: Ring, worker: WorkerId, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether its core rehearses while it waits for a batch."""
-    warmed: list[None] = []
-    core = ring.sides[worker].core
-    monkeypatch.setattr(core, "_keep_warm", lambda: warmed.append(None))
-    core.waiting(lambda: len(warmed) == 3)
-    return bool(warmed)
-
-
-def test_a_lone_prompt_that_is_handed_over_is_waited_for_warm(monkeypatch: pytest.MonkeyPatch):
-    ring = Ring()
-    assert not warms(ring, P, monkeypatch), "nothing is under way"
-    ring.both(ring.job(R, list(range(40)), 5))
-    ring.turn(P)
-    ring.turn(D)
-    assert warms(ring, P, monkeypatch)
-    assert not warms(ring, D, monkeypatch), "it computes no prompt"
-    with monkeypatch.context() as staged:
-        staged.setattr(ring.sides[P].node, "is_fetched_by", lambda peer_id: False)
-        assert not warms(ring, P, monkeypatch), "a thread sends it"
-    for others in (ring.job("s", list(range(40)), 5), local(ring.job("t", list(range(40)), 5))):
-        ring.post(P, others)
-        ring.turn(P)
-        assert not warms(ring, P, monkeypatch), "two are under way"
-        ring.post(P, Cancel(others.request_id, Epoch(1), "a test says so"))
-        ring.turn(P)
-        ring.carry(P, D)
-        ring.carry(D, P)
-        ring.turn(P)
-        assert warms(ring, P, monkeypatch)
-    ring.settle()
-    assert ring.tokens(R) == answer(list(range(40)), 5)
-
-
-def test_a_prompt_that_is_answered_where_it_was_computed_is_not_waited_for_warm(monkeypatch: pytest.MonkeyPatch):
-    ring = Ring()
-    ring.sides[D].engine.capacity = 1
-    ring.both(ring.job(R, list(range(40)), 500))
-    while not ring.sides[P].core._roles[1].counters()["handoffs_local"]:
-        ring.settle(1)
-    assert len(ring.sides[P].ledger) == 1 and not warms(ring, P, monkeypatch)
 
 
 def test_while_a_handoff_may_come_the_next_batch_waits_as_long_as_the_device_has_work():
