@@ -25,8 +25,8 @@ from contracts.layout import KVLayout
 from engine.backend import Backend
 from engine.cache.block_pool import BlockPool
 from engine.cache.deferred_release import DeferredRelease
+from engine.cache.load_plan import LowerTiers
 from engine.cache.prefix_insertion import PrefixInserter
-from engine.cache.tiering import LowerTiers
 from engine.forward_pass import ForwardPass
 from engine.handoff import Handoff
 from engine.intake import Intake

@@ -17,11 +17,11 @@ from contracts.request import WorkerRef
 from kv_transfer.chunks import chunk_plan as plan
 from kv_transfer.chunks.device_pool import DevicePool
 from kv_transfer.connection import handshake
-from kv_transfer.connection.capabilities import capabilities_of
-from kv_transfer.connection.frames import Hello
 from kv_transfer.connection.handshake import Identity
+from kv_transfer.connection.handshake_frames import Hello
 from kv_transfer.connection.handshake_socket import HandshakeSocket
 from kv_transfer.connection.listener import Listener
+from kv_transfer.connection.transport_choice import capabilities_of
 from kv_transfer.events import Drained, LinkStats, PeerDisconnected, TransferEvent
 from kv_transfer.links.group_pools import prepared_pools
 from kv_transfer.links.incoming_link import IncomingLink

@@ -1,14 +1,14 @@
 """The engine core of a mixed worker: `python -m mixed_svc.core FD`, started by its front."""
 
 from contracts.ids import WorkerId
-from decode_svc.role import DecodeRole
+from decode_svc.decode_role import DecodeRole
 from engine.engine import Engine
 from kv_transfer.node import TransferNode
-from prefill_svc.role import PrefillRole
+from prefill_svc.prefill_role import PrefillRole
 from worker.core.attempt_table import AttemptTable
 from worker.core.local_role import LocalRole
 from worker.core.main import run
-from worker.core.role import RoleHandler
+from worker.core.role_handler import RoleHandler
 from worker.settings import WorkerSettings
 
 

@@ -3,11 +3,11 @@
 from contracts.ids import WorkerId
 from engine.engine import Engine
 from kv_transfer.node import TransferNode
-from prefill_svc.role import PrefillRole
+from prefill_svc.prefill_role import PrefillRole
 from worker.core.attempt_table import AttemptTable
 from worker.core.local_role import LocalRole
 from worker.core.main import run
-from worker.core.role import RoleHandler
+from worker.core.role_handler import RoleHandler
 from worker.settings import WorkerSettings
 
 

@@ -16,7 +16,7 @@ import torch
 
 from bench.report.hardware_limits import READ_RATE
 from bench.report.result import ResultRow, write_result
-from engine.cuda.inputs.batch_inputs import batch_buckets, bucket_for, context_buckets
+from engine.cuda.inputs.buckets import batch_buckets, bucket_for, context_buckets
 from kernels import caps, catalog
 from kernels.cases import KernelCall, fused_attn_case
 from kernels.specs import FusedAttnSpec

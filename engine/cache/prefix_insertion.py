@@ -1,7 +1,7 @@
 """The way of computed blocks into the prefix cache."""
 
 from engine.cache.block_pool import BlockPool
-from engine.cache.tiering import LowerTiers, NewBlock
+from engine.cache.load_plan import LowerTiers, NewBlock
 from engine.sequence import Sequence
 
 MAX_LATE_BLOCKS = 16

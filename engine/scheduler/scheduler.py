@@ -15,7 +15,7 @@ from operator import attrgetter
 
 from contracts.ids import RequestId
 from engine.cache.block_pool import BlockPool
-from engine.cache.tiering import LowerTiers, PrefixLoad
+from engine.cache.load_plan import LowerTiers, PrefixLoad
 from engine.scheduler.batch import Batch, ScheduledChunk
 from engine.scheduler.mixed_budget import MixedBudget
 from engine.sequence import Sequence, Status

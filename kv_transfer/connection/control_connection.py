@@ -12,7 +12,7 @@ import msgspec
 
 from contracts import codec
 from contracts.handoff import HandoffMessage
-from kv_transfer.connection.frames import HANDOFF
+from kv_transfer.connection.handshake_frames import HANDOFF
 
 RECEIVE_NBYTES = 1 << 18
 MAX_UNSENT_NBYTES = 64 << 20

@@ -13,7 +13,7 @@ from contracts.errors import AuthFailed, ConfigError, PeerLost, TandemError, Tra
 from contracts.ids import Incarnation, WorkerId
 from contracts.request import WorkerRef
 from kv_transfer.connection import layout_negotiation as conversion
-from kv_transfer.connection.frames import (
+from kv_transfer.connection.handshake_frames import (
     PROTOCOL,
     Attach,
     Declined,

@@ -16,7 +16,7 @@ import msgspec
 
 from contracts import codec
 from contracts.errors import AuthFailed, ConfigError, PeerLost, TransferError
-from kv_transfer.connection.frames import ANY_FRAME, Rejected
+from kv_transfer.connection.handshake_frames import ANY_FRAME, Rejected
 
 log = logging.getLogger(__name__)
 

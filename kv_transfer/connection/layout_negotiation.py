@@ -9,7 +9,7 @@ import math
 import msgspec
 
 from contracts.layout import KVLayout
-from kv_transfer.connection.frames import Terms
+from kv_transfer.connection.handshake_frames import Terms
 
 TRANSPORTS = ("ucx",)
 """The transports that can round: they pack on a device."""

@@ -13,8 +13,8 @@ from typing import Any
 
 from contracts.errors import ConfigError, PeerLost, TandemError, TransferError
 from kv_transfer.connection import handshake
-from kv_transfer.connection.frames import Attach, Hello
 from kv_transfer.connection.handshake import SESSION_NBYTES, Identity
+from kv_transfer.connection.handshake_frames import Attach, Hello
 from kv_transfer.connection.handshake_socket import HELLO_MAX_NBYTES, Deadline, HandshakeSocket, shut
 from kv_transfer.settings import TransferSettings
 

@@ -16,7 +16,7 @@ from contracts.errors import Corrupt
 from contracts.handoff import ChunkHeader, Commit
 from kv_transfer.chunks import checksum as integrity
 from kv_transfer.chunks.device_pool import PageScatter
-from kv_transfer.chunks.segment import KVSegment, read_meta
+from kv_transfer.chunks.wire_format import KVSegment, read_meta
 from kv_transfer.data_path.compression import SegmentCodec
 from kv_transfer.data_path.grant import GrantTable
 from kv_transfer.data_path.sender import Key

@@ -12,7 +12,7 @@ import numpy as np
 from contracts.handoff import ChunkHeader, Fin
 from contracts.ids import BlockId, Epoch, RequestId
 from kv_transfer.chunks import chunk_plan as plan
-from kv_transfer.chunks.segment import META_NBYTES, KVSegment, write_meta
+from kv_transfer.chunks.wire_format import META_NBYTES, KVSegment, write_meta
 from kv_transfer.codecs.level import LEVELS
 from kv_transfer.data_path.compression import Compressor
 from kv_transfer.data_path.staging import Staging

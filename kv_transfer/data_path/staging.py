@@ -16,7 +16,7 @@ from kv_transfer.chunks import checksum as integrity
 from kv_transfer.chunks import chunk_plan as plan
 from kv_transfer.chunks.device_pool import DevicePool, PageScatter, Pool
 from kv_transfer.connection import layout_negotiation as conversion
-from kv_transfer.connection.frames import Terms
+from kv_transfer.connection.handshake_frames import Terms
 from kv_transfer.transports.base import Channel, DeviceChannel, Ring
 from process.timer_slack import set_timer_slack
 

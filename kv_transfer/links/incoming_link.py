@@ -23,9 +23,9 @@ from contracts.handoff import (
 from kv_transfer.chunks.device_pool import RemotePool
 from kv_transfer.connection import handshake
 from kv_transfer.connection import layout_negotiation as conversion
-from kv_transfer.connection.capabilities import candidates, common_levels
-from kv_transfer.connection.frames import Hello, Terms
+from kv_transfer.connection.handshake_frames import Hello, Terms
 from kv_transfer.connection.handshake_socket import HandshakeSocket
+from kv_transfer.connection.transport_choice import candidates, common_levels
 from kv_transfer.data_path.compression import SegmentCodec
 from kv_transfer.data_path.grant import GrantTable
 from kv_transfer.data_path.pull_receiver import PullReceiver

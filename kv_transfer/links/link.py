@@ -22,8 +22,8 @@ from kv_transfer import events
 from kv_transfer.chunks.device_pool import Pool
 from kv_transfer.codecs.level import allowed_levels
 from kv_transfer.connection.control_connection import PEER_CLOSED, ControlConnection
-from kv_transfer.connection.frames import Terms
 from kv_transfer.connection.handshake import Identity
+from kv_transfer.connection.handshake_frames import Terms
 from kv_transfer.connection.handshake_socket import FRAME_MAX_NBYTES, shut
 from kv_transfer.data_path.sender import Key
 from kv_transfer.events import Drained, LinkStats, MessageReceived, TransferEvent

@@ -31,8 +31,8 @@ from kv_transfer.chunks import checksum as integrity
 from kv_transfer.chunks import chunk_plan as plan
 from kv_transfer.connection import handshake
 from kv_transfer.connection import layout_negotiation as conversion
-from kv_transfer.connection.capabilities import candidates, common_levels
 from kv_transfer.connection.handshake_socket import Deadline, HandshakeSocket
+from kv_transfer.connection.transport_choice import candidates, common_levels
 from kv_transfer.data_path.compression import Compressor, SegmentCodec
 from kv_transfer.data_path.pull_sender import PullSender
 from kv_transfer.data_path.sender import ChunkJob, FinJob, Key, Sender, SendQueue, check_sendable

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from kv_transfer.chunks.device_pool import DevicePool, PageScatter
-from kv_transfer.chunks.segment import META_NBYTES
+from kv_transfer.chunks.wire_format import META_NBYTES
 
 
 @dataclass(frozen=True, slots=True)

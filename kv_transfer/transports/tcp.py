@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from contracts.errors import PeerLost
-from kv_transfer.chunks.segment import META_NBYTES, read_meta
+from kv_transfer.chunks.wire_format import META_NBYTES, read_meta
 from kv_transfer.transports.base import ChannelOffer, Inbound, Outbound, Ring, Slot, Take
 from kv_transfer.transports.stall_limit import LOOKS, StallLimit
 

@@ -37,7 +37,7 @@ import numpy as np
 import ucxx._lib.libucxx as _libucxx
 
 from contracts.errors import PeerLost, TransferError
-from kv_transfer.chunks.segment import META_NBYTES
+from kv_transfer.chunks.wire_format import META_NBYTES
 from kv_transfer.transports.base import ChannelOffer, Inbound, Outbound, Ring, Slot, Take
 from kv_transfer.transports.stall_limit import StallLimit
 from kv_transfer.transports.ucx_endpoint import endpoint_lanes

@@ -24,7 +24,7 @@ import numpy as np
 
 from contracts.errors import PeerLost, TransferError
 from kv_transfer.chunks.device_pool import Buffer, DevicePool
-from kv_transfer.chunks.segment import META_NBYTES, read_meta
+from kv_transfer.chunks.wire_format import META_NBYTES, read_meta
 from kv_transfer.transports.base import (
     ChannelOffer,
     DeviceChannel,

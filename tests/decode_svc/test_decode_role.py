@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from contracts.events import Failed
 from contracts.handoff import Abort, ChunkHeader, Fin, Offer
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId
-from decode_svc.role import DecodeRole
+from decode_svc.decode_role import DecodeRole
 from engine.messages import StepOutput
 from kv_transfer.events import ChunkBad, ChunkLanded, Drained, MessageReceived, PeerDisconnected
 from tests.path.scripted import D, P, Remembering, ScriptedEngine, first_token, opened

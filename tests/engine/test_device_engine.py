@@ -44,7 +44,7 @@ from kernels.cases import relative_error
 from kernels.reference import attention
 from kernels.registry import Impl, Registry
 from kernels.specs import FusedAttnSpec, GemmSpec, NormSpec, RopeSpec
-from kv_transfer.connection.frames import Terms
+from kv_transfer.connection.handshake_frames import Terms
 from kv_transfer.connection.layout_negotiation import is_possible
 from tests.engine.device_engines import (
     FUSIBLE,

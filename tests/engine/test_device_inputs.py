@@ -6,18 +6,8 @@ import torch
 
 from contracts.ids import RequestId
 from contracts.sampling import SamplingParams
-from engine.cuda.inputs.batch_inputs import (
-    batch_buckets,
-    block_tables,
-    bucket_for,
-    chunk_buckets,
-    context_buckets,
-    decode_rows,
-    in_segments,
-    num_decodes,
-    prompt_rows,
-    tails_of,
-)
+from engine.cuda.inputs.batch_inputs import block_tables, decode_rows, in_segments, num_decodes, prompt_rows, tails_of
+from engine.cuda.inputs.buckets import batch_buckets, bucket_for, chunk_buckets, context_buckets
 from engine.cuda.inputs.decode_state import DecodeState, Word, pack
 from engine.cuda.inputs.sampling_columns import columns, draw_keys, is_greedy
 from engine.cuda.runtime.upload import upload_all

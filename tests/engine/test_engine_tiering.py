@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.cache.tiering import LoadPart, TierOffer, TierRate, compute_seconds, plan_load
+from engine.cache.load_plan import LoadPart, TierOffer, TierRate, compute_seconds, plan_load
 
 RATE = 1000.0
 """Tokens computed per second: a block of 16 takes 16 ms."""

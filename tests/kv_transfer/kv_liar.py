@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 
 from kv_transfer.chunks import chunk_plan as plan
-from kv_transfer.chunks.segment import META_NBYTES, KVSegment, write_meta
+from kv_transfer.chunks.wire_format import META_NBYTES, KVSegment, write_meta
 from kv_transfer.data_path.sender import ChunkJob, Sender
 from tests.kv_transfer.kv_owner import CHUNK_TOKENS, MESSAGE_NBYTES
 

@@ -12,7 +12,7 @@ import pytest
 from contracts.errors import PeerLost, TransferError
 from contracts.handoff import ChunkHeader
 from contracts.ids import Epoch, RequestId
-from kv_transfer.chunks.segment import KVSegment, read_meta, write_meta
+from kv_transfer.chunks.wire_format import KVSegment, read_meta, write_meta
 from kv_transfer.transports.base import Inbound, Outbound, Ring, Slot
 from kv_transfer.transports.registry import Transports
 from testing.loopback_transport import LoopbackTransport

@@ -12,9 +12,9 @@ from contracts.errors import ConfigError
 from contracts.handoff import Offer
 from contracts.ids import Epoch, Incarnation, RequestId, WorkerId
 from contracts.layout import KVLayout
-from kv_transfer.connection.capabilities import candidates
-from kv_transfer.connection.frames import PROTOCOL, Attach, Hello, Proof, Rejected, Terms
+from kv_transfer.connection.handshake_frames import PROTOCOL, Attach, Hello, Proof, Rejected, Terms
 from kv_transfer.connection.listener import MAX_HANDSHAKES
+from kv_transfer.connection.transport_choice import candidates
 from kv_transfer.events import ChunkLanded, PeerDisconnected
 from tests.kv_transfer.kv_pair import DEADLINE_S, LAYOUT, Peer, offer_and_grant, send
 

@@ -16,7 +16,7 @@ from contracts.ids import BlockId, Epoch, RequestId
 from kv_transfer.chunks import checksum as integrity
 from kv_transfer.chunks import chunk_plan as plan
 from kv_transfer.chunks.page_pool import PagePool
-from kv_transfer.chunks.segment import KVSegment, read_meta, write_meta
+from kv_transfer.chunks.wire_format import KVSegment, read_meta, write_meta
 from kv_transfer.data_path.grant import GrantedPages, GrantTable
 from kv_transfer.data_path.receiver import Receiver
 from kv_transfer.data_path.sender import ChunkJob, FinJob, Sender, SendQueue

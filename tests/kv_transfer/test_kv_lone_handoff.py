@@ -7,7 +7,7 @@ from typing import Any, cast
 from contracts.handoff import Grant, Offer
 from contracts.ids import BlockId, Epoch, Incarnation, RequestId, WorkerId
 from kv_transfer.chunks.device_pool import RemotePool
-from kv_transfer.connection.frames import PROTOCOL, Hello
+from kv_transfer.connection.handshake_frames import PROTOCOL, Hello
 from kv_transfer.links.incoming_link import IncomingLink
 from kv_transfer.links.link import LinkParts
 from kv_transfer.node import TransferNode

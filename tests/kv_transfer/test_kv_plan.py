@@ -9,7 +9,7 @@ from contracts.ids import Epoch, RequestId
 from kv_transfer.chunks import checksum as integrity
 from kv_transfer.chunks import chunk_plan as plan
 from kv_transfer.chunks.page_pool import PagePool
-from kv_transfer.chunks.segment import META_NBYTES, KVSegment, read_meta, write_meta
+from kv_transfer.chunks.wire_format import META_NBYTES, KVSegment, read_meta, write_meta
 from kv_transfer.settings import TransferSettings
 from tests.kv_transfer.kv_pair import LAYOUT
 

@@ -15,12 +15,12 @@ from contracts.handoff import Commit, Offer
 from contracts.ids import BlockId, Epoch, RequestId
 from contracts.layout import KVLayout
 from contracts.node import TransferCapabilities
-from engine.cuda.kv.head_partition import spans
-from engine.cuda.kv.resharding import Resharding
+from engine.cuda.kv.part_kernels import Resharding
+from engine.cuda.kv.resharding import spans
 from engine.cuda.runtime.shared_memory import HostMapping
 from kv_transfer.chunks.page_pool import PagePool
 from kv_transfer.connection import layout_negotiation as conversion
-from kv_transfer.connection.frames import Terms
+from kv_transfer.connection.handshake_frames import Terms
 from kv_transfer.events import ChunkBad, ChunkLanded, PeerDisconnected
 from kv_transfer.node import TransferNode
 from kv_transfer.settings import TransferSettings

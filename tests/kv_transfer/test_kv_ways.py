@@ -8,8 +8,8 @@ from contracts.errors import ConfigError
 from contracts.layout import KVLayout
 from contracts.node import NodeInfo, TransferCapabilities
 from kv_transfer.connection import layout_negotiation as conversion
-from kv_transfer.connection.capabilities import candidates, capabilities_of
-from kv_transfer.connection.frames import Terms
+from kv_transfer.connection.handshake_frames import Terms
+from kv_transfer.connection.transport_choice import candidates, capabilities_of
 from tests.nodes import node_info
 
 LAYOUT = KVLayout.uniform(model="m", num_layers=2, num_kv_heads=4, head_dim=8, block_size=4, dtype="float32")

@@ -10,13 +10,13 @@ from contracts.ids import Epoch, GatewayId, RequestId, WorkerId
 from contracts.request import Cancel, Job, Route
 from contracts.sampling import SamplingParams
 from coordinator.request_states import RequestState, TransitionCheck, check_transition
-from decode_svc.role import DecodeRole
-from prefill_svc.role import PrefillRole
+from decode_svc.decode_role import DecodeRole
+from prefill_svc.prefill_role import PrefillRole
 from tests.path.twins import FakeEngine, FakeLink, FakeNetwork, FakeNode, expected_token, worker_ref
 from worker.core.attempt_table import AttemptTable
 from worker.core.engine_core import EngineCore
 from worker.core.local_role import LocalRole
-from worker.core.role import RoleHandler
+from worker.core.role_handler import RoleHandler
 from worker.messages import CoreFrame, Work
 
 GATEWAY = GatewayId("g")

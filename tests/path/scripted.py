@@ -12,7 +12,7 @@ from contracts.sampling import SamplingParams
 from engine.messages import EngineRequest, Reservation, StepOutput
 from tests.path.twins import LAYOUT, worker_ref
 from worker.core.attempt_table import AttemptTable
-from worker.core.role import Attempt
+from worker.core.role_handler import Attempt
 
 P, D = WorkerId("p"), WorkerId("d")
 NOTHING = StepOutput((), (), (), (), (), 0, 0)

@@ -15,7 +15,7 @@ from contracts.handoff import Abort, Commit, Grant, Wait
 from contracts.ids import BlockId, Epoch, Incarnation, RequestId
 from engine.messages import ChunkDone, ChunkScheduled, Ended, Sampled, StepOutput
 from kv_transfer.events import Drained, MessageReceived, PeerDisconnected
-from prefill_svc.role import PrefillRole
+from prefill_svc.prefill_role import PrefillRole
 from tests.path.scripted import NOTHING, D, P, Remembering, ScriptedEngine, first_token, opened
 from worker.core.attempt_table import AttemptTable
 

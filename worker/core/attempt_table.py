@@ -8,7 +8,7 @@ from contracts.errors import TandemError
 from contracts.events import Event, Failed, Finished, FinishReason, Prefilled, PromptScored, PromptToken, Token, Tokens
 from contracts.ids import Epoch, GatewayId, RequestId
 from contracts.request import Job
-from worker.core.role import Attempt
+from worker.core.role_handler import Attempt
 
 log = logging.getLogger(__name__)
 

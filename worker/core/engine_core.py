@@ -13,7 +13,7 @@ from kv_transfer.node import TransferNode
 from worker.core.attempt_table import AttemptTable
 from worker.core.front_link import FrontLink
 from worker.core.kv_tiers import KVTiers
-from worker.core.role import Attempt, RoleHandler
+from worker.core.role_handler import Attempt, RoleHandler
 from worker.core.status import StatusReporter
 from worker.messages import CoreFrame, GatewayGone, KnownPeers, Stop, ToCore, Work
 

@@ -23,7 +23,7 @@ from contracts.hashing import block_key
 from contracts.ids import RequestId
 from contracts.kv_store import BlockKey, BlockWorth, KVStore
 from contracts.layout import KVLayout
-from engine.cache.tiering import (
+from engine.cache.load_plan import (
     MAX_WAIT_SHARE,
     LoadPlan,
     NewBlock,

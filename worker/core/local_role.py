@@ -5,7 +5,7 @@ from engine.engine import Engine
 from engine.messages import ChunkScheduled, StepOutput
 from kv_transfer.events import TransferEvent
 from worker.core.attempt_table import AttemptTable
-from worker.core.role import Attempt
+from worker.core.role_handler import Attempt
 
 
 class LocalRole:

@@ -23,8 +23,8 @@ from process.garbage_collector import freeze_startup_objects
 from worker.core.attempt_table import AttemptTable
 from worker.core.engine_core import EngineCore
 from worker.core.front_link import FrontDisconnected, FrontLink
-from worker.core.role import RoleHandler
-from worker.core.tier_choice import open_tiers
+from worker.core.open_tiers import open_tiers
+from worker.core.role_handler import RoleHandler
 from worker.messages import CoreFailed, CoreReady, Loading, Start, Stop
 from worker.settings import WorkerSettings
 

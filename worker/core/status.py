@@ -11,7 +11,7 @@ from kv_transfer.node import TransferNode
 from process.garbage_collector import COLLECTIONS
 from worker.core.attempt_table import AttemptTable
 from worker.core.kv_tiers import KVTiers
-from worker.core.role import RoleHandler
+from worker.core.role_handler import RoleHandler
 from worker.messages import CoreStatus, LinkStatus
 
 STATUS_PERIOD_S = 0.1

@@ -18,7 +18,7 @@ from engine.messages import Reservation
 from kv_transfer.events import ChunkBad, ChunkLanded, Drained, MessageReceived, PeerDisconnected, TransferEvent
 from kv_transfer.node import TransferNode
 from worker.core.attempt_table import AttemptTable
-from worker.core.role import Attempt, AttemptId, attempt_key
+from worker.core.role_handler import Attempt, AttemptId, attempt_key
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from engine.messages import ChunkDone, ChunkScheduled
 from kv_transfer.events import Drained, MessageReceived, PeerDisconnected, TransferEvent
 from kv_transfer.node import TransferNode
 from worker.core.attempt_table import AttemptTable
-from worker.core.role import Attempt, AttemptId
+from worker.core.role_handler import Attempt, AttemptId
 
 
 class OutgoingHandoff:

@@ -11,7 +11,8 @@ from itertools import product
 import torch
 
 from engine.cuda.device_sampler import SamplingKernel
-from engine.cuda.inputs.batch_inputs import StepKey, batch_buckets, bucket_for, context_buckets
+from engine.cuda.inputs.batch_inputs import StepKey
+from engine.cuda.inputs.buckets import batch_buckets, bucket_for, context_buckets
 from engine.cuda.inputs.decode_state import DecodeState
 from engine.cuda.runtime.graph_capture import Launch, Record
 

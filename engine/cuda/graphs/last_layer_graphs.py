@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.cuda.inputs.batch_inputs import PromptRows, batch_buckets, bucket_for
+from engine.cuda.inputs.batch_inputs import PromptRows
+from engine.cuda.inputs.buckets import batch_buckets, bucket_for
 from engine.cuda.inputs.decode_state import DecodeState
 from engine.cuda.kv.kv_cache import DeviceCache
 from engine.cuda.model.attention import DeviceAttention

@@ -9,7 +9,8 @@ from functools import partial
 
 import torch
 
-from engine.cuda.inputs.batch_inputs import StepKey, batch_buckets
+from engine.cuda.inputs.batch_inputs import StepKey
+from engine.cuda.inputs.buckets import batch_buckets
 from engine.cuda.inputs.decode_state import DecodeState
 from engine.cuda.kv.kv_cache import DeviceCache
 from engine.cuda.model.attention import DeviceAttention

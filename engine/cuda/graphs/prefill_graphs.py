@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from engine.cuda.graphs.prefill_rows import PrefillRows
-from engine.cuda.inputs.batch_inputs import bucket_for, chunk_buckets
+from engine.cuda.inputs.buckets import bucket_for, chunk_buckets
 from engine.cuda.kv.kv_cache import DeviceCache
 from engine.cuda.model.pass_rows import Advance
 from engine.cuda.model.transformer import Transformer

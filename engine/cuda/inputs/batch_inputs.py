@@ -1,6 +1,5 @@
 """What a batch asks of the device, as numpy arrays: prompts row by row, decodes padded to a bucket."""
 
-from bisect import bisect_left
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -12,8 +11,6 @@ from contracts.ids import RequestId
 from engine.model.chunked_attention import AttentionChunks, cut
 from engine.model.logit_rows import tail_rows, tails
 from engine.scheduler.batch import ScheduledChunk
-
-_MAX_CHUNK_ROWS = 2048  # a step's budget where nothing else is said
 
 
 @dataclass(frozen=True)
@@ -192,32 +189,3 @@ def decode_rows(
         else:
             token_ids[row] = piece.sequence.tokens[-1]
     return DecodeRows(token_ids, sources, lengths, blocks * block_size + (lengths - 1) % block_size)
-
-
-def batch_buckets(largest: int) -> tuple[int, ...]:
-    """Return the numbers of rows that decode steps are padded to.
-
-    1, 2, 4, 8, then steps of 8 to 64, of 16 to 128, of 32 beyond: a step costs at most a quarter too many rows.
-    """
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, largest + 32, 32)]
-    return (*[size for size in sizes if size < largest], largest)
-
-
-def chunk_buckets(max_rows: int) -> tuple[int, ...]:
-    """Return the numbers of rows that passes of prompts are padded to.
-
-    Up to as many as keep the device busy for longer than the host launches them. Steps of 64: a step that fills a usual
-    budget is padded by none.
-    """
-    largest = min(max_rows, _MAX_CHUNK_ROWS)
-    return (*range(64, largest, 64), largest)
-
-
-def context_buckets(max_model_len: int) -> tuple[int, ...]:
-    """Contexts for which attention is launched differently: tuned up to 2048 tokens, by rule beyond."""
-    return (*[size for size in (2048, 16384) if size < max_model_len], max_model_len)
-
-
-def bucket_for(buckets: SequenceOf[int], count: int) -> int:
-    """The smallest that holds `count`."""
-    return buckets[bisect_left(buckets, count)]

@@ -24,9 +24,9 @@ from engine.cuda.kv.deferred_copies import (
     StreamDeferredCopy,
     stamp,
 )
-from engine.cuda.kv.head_partition import HeadPart, grid, spans
 from engine.cuda.kv.page_checksums import BUCKETS, DeviceChecksums
-from engine.cuda.kv.resharding import Resharding
+from engine.cuda.kv.part_kernels import Resharding
+from engine.cuda.kv.resharding import HeadPart, grid, spans
 from engine.cuda.runtime.launch_recording import synchronize
 from engine.cuda.runtime.semaphores import PeerSemaphore
 from engine.cuda.runtime.shared_memory import Grid, Mapping, attach

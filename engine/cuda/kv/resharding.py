@@ -1,57 +1,63 @@
-"""The cache's shards in parts, with all that is done with the parts of a page ready to be launched."""
+"""The cache cut by KV heads, as finely as the finer of two groups of workers has it in shards.
+
+What is summed, packed and copied then is a part of a page.
+
+A page is `[kv_heads, block, head_dim]`, so the heads of a finer shard are contiguous in it, and the parts are of one
+width whichever side they are seen from.
+"""
 
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from engine.cuda.kv.head_partition import cut
-from engine.cuda.kv.page_checksums import DeviceChecksums, Verifier
-from engine.cuda.kv.staging import Packer
-from kernels.registry import Registry
-from kernels.specs import MoveSpec
+from contracts.errors import TransferError
+from engine.cuda.runtime.shared_memory import Grid
 
 
-class Resharding:
-    """`copies`: of the cache, of which all are written and the first is read.
+@dataclass(frozen=True)
+class HeadPart:
+    """A part of the heads in the pages of one shard.
 
-    `[num_planes, num_blocks + 1, page_nbytes]` each shard of them, in so many parts. `narrows`: see staging.Packer.
-
-    Raises TransferError if shards can't be cut so.
+    `width` bytes from `offset` on of each page of a shard's `planes` `[num_planes, num_blocks + 1, page_nbytes]`.
     """
 
-    def __init__(self, copies: Sequence[Sequence[Tensor]], num_parts: int, registry: Registry, narrows: bool) -> None:
-        self.copies = [cut(shards, num_parts) for shards in copies]
-        self.parts = self.copies[0]
-        self._num_planes, num_pages, _ = self.parts[0].planes.shape
-        self._device = self.parts[0].planes.device
-        spec = MoveSpec(self._num_planes, self.parts[0].width, checksum=True)
-        operation = registry.get("kv_sums", spec)
-        self._is_kernel = registry.resolve("kv_sums", spec).impl.name == "triton"
-        self._sums = [[partial(operation, part.planes, offset=part.offset) for part in parts] for parts in self.copies]
-        self.verifier = Verifier(self._sums, self._num_planes, num_pages - 1, self._device)
-        self.packer = Packer(self.copies, self._sums, registry, narrows)
+    planes: Tensor
+    offset: int
+    width: int
 
-    def checksums_of(self, max_pages: int) -> DeviceChecksums:
-        """Return the checksums of pages that will be named, as they are read."""
-        return DeviceChecksums(self._sums[:1], self._num_planes, max_pages, self._device)
+    @property
+    def grid(self) -> Grid:
+        num_planes, num_pages, page_nbytes = self.planes.shape
+        return grid(num_planes, num_pages, page_nbytes, self.width, self.offset)
 
-    def checksums_of_landed(self, max_pages: int) -> DeviceChecksums:
-        """Return the checksums of pages that will be named, in all copies."""
-        return DeviceChecksums(self._sums, self._num_planes, max_pages, self._device, is_mapped=True)
+    @property
+    def rows(self) -> Tensor:
+        """`[num_planes * (num_blocks + 1), width]`."""
+        return self.planes.view(-1, self.planes.shape[2])[:, self.offset : self.offset + self.width]
 
-    def run_all(self) -> None:
-        """The kernels of checksums and of packing, each one for all numbers of pages.
 
-        To compile and to load them.
-        """
-        self.packer.run_all()
-        checksums = self.checksums_of(1)
-        checksums.launch([0])
-        checksums.wait()
+def grid(num_planes: int, num_pages: int, page_nbytes: int, width: int, offset: int) -> Grid:
+    return Grid(num_planes, num_pages * page_nbytes, page_nbytes, width, offset)
 
-    def warm_up(self) -> None:
-        """What has to be compiled, loaded and recorded is, when pages come."""
-        self.run_all()
-        if self._is_kernel:
-            self.verifier.capture()
+
+def spans(num_shards: int, page_nbytes: int, num_parts: int) -> list[tuple[int, int, int]]:
+    """Return of each part, in the order of the heads.
+
+    The shard it lies in, where in a page, and how many bytes.
+
+    Raises TransferError if shards can't be cut into so many.
+    """
+    each = num_parts // num_shards
+    if num_parts % num_shards or page_nbytes % each:
+        raise TransferError(
+            f"{num_shards} shards with pages of {page_nbytes} bytes can't be cut into {num_parts} parts"
+        )
+    width = page_nbytes // each
+    return [(shard, index * width, width) for shard in range(num_shards) for index in range(each)]
+
+
+def cut(shards: Sequence[Tensor], num_parts: int) -> list[HeadPart]:
+    """`shards`: the planes of each. Raises TransferError as `spans`."""
+    found = spans(len(shards), shards[0].shape[2], num_parts)
+    return [HeadPart(shards[shard], offset, width) for shard, offset, width in found]

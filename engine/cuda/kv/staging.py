@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from contracts.errors import ConfigError, TransferError
-from engine.cuda.kv.head_partition import HeadPart
 from engine.cuda.kv.page_checksums import BUCKETS, DeviceChecksums, Op, Sum
+from engine.cuda.kv.resharding import HeadPart
 from engine.cuda.runtime.launch_recording import Recording, synchronize
 from engine.cuda.runtime.shared_memory import Memory, allocate
 from kernels.registry import Registry

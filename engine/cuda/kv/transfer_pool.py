@@ -23,10 +23,10 @@ from torch import Tensor
 from contracts.errors import TransferError
 from contracts.layout import KVLayout
 from engine.cuda.kv.deferred_copies import CopyStreams
-from engine.cuda.kv.head_partition import HeadPart
 from engine.cuda.kv.page_checksums import DeviceChecksums, PendingChecksums
+from engine.cuda.kv.part_kernels import Resharding
 from engine.cuda.kv.peer_pool import PeerPool, PoolExport, attach_all, device_name
-from engine.cuda.kv.resharding import Resharding
+from engine.cuda.kv.resharding import HeadPart
 from engine.cuda.kv.staging import StagedPageScatter, StagingBuffer
 from engine.cuda.runtime.semaphores import StreamSemaphore, StreamSemaphores
 from engine.cuda.runtime.shared_memory import Memory

@@ -9,7 +9,7 @@ from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.request import Job, Route, WorkerRef
 from contracts.sampling import SamplingParams
 from worker.core.attempt_table import MAX_CANCELLED, AttemptTable
-from worker.core.role import attempt_key
+from worker.core.role_handler import attempt_key
 
 REF = WorkerRef(WorkerId("w"), Incarnation("1"), "http://w", "w:1")
 

@@ -14,7 +14,7 @@ from tests.nodes import node_info
 from tests.path.ring import D, P, Ring, answer
 from worker.core.engine_core import ALERT_WAIT_S, IDLE_WAIT_S
 from worker.core.front_link import FrontDisconnected
-from worker.core.role import attempt_key
+from worker.core.role_handler import attempt_key
 from worker.core.status import STATUS_PERIOD_S
 from worker.messages import CoreFrame, GatewayGone, KnownPeers, Stop, Work
 

@@ -10,7 +10,7 @@ import pytest
 
 from contracts.kv_store import BlockKey, BlockWorth, KVStore
 from contracts.sampling import SamplingParams
-from engine.cache.tiering import NewBlock
+from engine.cache.load_plan import NewBlock
 from engine.engine import Engine
 from engine.loader import load_engine
 from engine.messages import StepOutput

@@ -10,7 +10,7 @@ from engine.messages import ChunkScheduled, StepOutput
 from kv_transfer.events import TransferEvent
 from kv_transfer.node import TransferNode
 from worker.core.attempt_table import AttemptTable
-from worker.core.role import Attempt
+from worker.core.role_handler import Attempt
 from worker.handoff.outgoing import OutgoingHandoff, OutgoingHandoffs
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ For placement, what each worker publishes before they meet; in the handshake, wh
 from contracts.errors import ConfigError
 from contracts.node import TransferCapabilities
 from kv_transfer.connection import layout_negotiation as conversion
-from kv_transfer.connection.frames import Terms
+from kv_transfer.connection.handshake_frames import Terms
 
 BEST_FIRST = ("nvlink", "shm", "ucx", "tcp")
 # For pages on devices: ucx packs them there, the two after it gather them into the host's memory.
