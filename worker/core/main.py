@@ -23,6 +23,7 @@ from process.garbage_collector import freeze_startup_objects
 from worker.core.attempt_table import AttemptTable
 from worker.core.engine_core import EngineCore
 from worker.core.front_link import FrontDisconnected, FrontLink
+from worker.core.gpu_claim import claim_gpus
 from worker.core.open_tiers import open_tiers
 from worker.core.role_handler import RoleHandler
 from worker.messages import CoreFailed, CoreReady, Loading, Start, Stop
@@ -63,6 +64,7 @@ def _serve(link: FrontLink, make_roles: MakeRoles) -> None:
     start = _first_message(link)
     settings = WorkerSettings.model_validate_json(start.settings)
     logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s core %(levelname)s %(name)s: %(message)s")
+    claim_gpus(settings)  # until this process ends
     engine = load_engine(engine_settings(settings), lambda stage, done, total: link.send(Loading(stage, done, total)))
     serve(link, start, settings, engine, make_roles)
 
