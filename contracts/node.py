@@ -82,9 +82,10 @@ class NodeLoad(msgspec.Struct, frozen=True, kw_only=True):
     """The load that a worker states with each heartbeat.
 
     Rates are measured online, in tokens a second; 0.0 while unknown. `prompt_tokens_per_mixed_step` is the most prompt
-    tokens in a step that also continues the current answers. `bad_paths` are decode workers that its handoffs did not
-    reach lately. `num_preemptions` and `num_step_tokens` count since its start. `steps` counts steps by the bounds of
-    STEP_TOKENS, each between the bound before and its own; the last counts those above all bounds.
+    tokens in a step that also continues the current answers. `bounds_gaps`: it keeps such steps to an objective.
+    `bad_paths` are decode workers that its handoffs did not reach lately. `num_preemptions` and `num_step_tokens` count
+    since its start. `steps` counts steps by the bounds of STEP_TOKENS, each between the bound before and its own; the
+    last counts those above all bounds.
     """
 
     num_running: int = 0
@@ -92,6 +93,7 @@ class NodeLoad(msgspec.Struct, frozen=True, kw_only=True):
     queue_tokens: int = 0
     free_tokens: int = 0
     prompt_tokens_per_mixed_step: int = 0
+    bounds_gaps: bool = False
     prefill_rate: float = 0.0
     decode_rate: float = 0.0
     transfer_rate: float = 0.0

@@ -183,6 +183,11 @@ class Engine:
         """Return how many tokens of a prompt that waits alone are computed in a step with so many answers."""
         return self.scheduler.mixed_budget.prompt_tokens(num_answers, 0)
 
+    @property
+    def bounds_gaps(self) -> bool:
+        """Whether steps with answers and prompts are kept to an objective."""
+        return self.scheduler.mixed_budget.has_objective
+
     def stats(self) -> EngineStats:
         return engine_stats(
             self.sequences,

@@ -80,7 +80,7 @@ class WorkerSettings(BaseSettings):
         ge=0,
         allow_inf_nan=False,
         description="longest gap between an answer's tokens that prompts beside it may make: steps with answers get as "
-        "small as that takes, unless prompts wait long; 0: none, on a GPU 8",
+        "small as that takes, unless prompts wait long; 0: none, they have all of `--max-mixed-tokens`",
     )
     num_threads: int = Field(0, ge=0, description="CPU threads of the engine; 0: all cores")
     grant_timeout_s: float = Field(5.0, gt=0, description="how long a computed prompt waits for pages at decode")

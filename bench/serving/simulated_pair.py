@@ -148,6 +148,7 @@ class SimulatedWorker:
             worker_id=WorkerId(self.name), incarnation=Incarnation(self.name), role=self.role, layout_id="l",
             send_words=frozenset("l"), receive_words=frozenset("l"), max_model_len=10_000,
             capacity_tokens=CAPACITY_TOKENS, prompt_tokens_per_mixed_step=prompt_tokens,
+            bounds_gaps=self.scheduler.mixed_budget.has_objective,
             pending_tokens=sum(self.pending.values()), num_decodes=self.num_decodes, num_answers=self.num_answers,
             prefill_rate=prefill_rate, decode_rate=decode_rate, transfer_rate=2e6,
         )  # fmt: skip

@@ -84,8 +84,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     Tokens include credits taken since its last heartbeat; rates are 0 while unknown. `term`: of its join.
     `num_answers`: of `num_decodes`, those whose prompts are computed. `cached_tokens`: of this prompt's prefix, served
-    here before. `send_words`, `receive_words`: as of NodeInfo. `prompt_tokens_per_mixed_step`, `bad_paths`: as of
-    NodeLoad.
+    here before. `send_words`, `receive_words`: as of NodeInfo. `prompt_tokens_per_mixed_step`, `bounds_gaps`,
+    `bad_paths`: as of NodeLoad.
     """
 
     worker_id: WorkerId
@@ -96,6 +96,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     max_model_len: int
     capacity_tokens: int
     prompt_tokens_per_mixed_step: int
+    bounds_gaps: bool = False
     pending_tokens: int = 0
     reserved_tokens: int = 0
     num_decodes: int = 0
@@ -228,6 +229,7 @@ def to_candidate(
         max_model_len=info.max_model_len,
         capacity_tokens=info.capacity_tokens,
         prompt_tokens_per_mixed_step=load.prompt_tokens_per_mixed_step,
+        bounds_gaps=load.bounds_gaps,
         prefill_rate=sound_rate(load.prefill_rate),
         decode_rate=sound_rate(load.decode_rate),
         transfer_rate=sound_rate(load.transfer_rate),
@@ -298,9 +300,8 @@ def _seconds(cost: WorkerCost, worker: Candidate, need_tokens: int) -> float:
 def may_take_prompts(decode: Candidate) -> bool:
     """Return whether a decode worker has said that its answers hardly notice the prompts it computes."""
     gap_s = decode.prompt_tokens_per_mixed_step / decode.prefill_rate
-    return (
-        decode.role is WorkerRole.DECODE and 0 < gap_s <= SPILL_GAP_S and decode.pending_tokens <= max_pending(decode)
-    )
+    is_short = decode.bounds_gaps and 0 < gap_s <= SPILL_GAP_S
+    return is_short and decode.role is WorkerRole.DECODE and decode.pending_tokens <= max_pending(decode)
 
 
 def _stall_weight(worker: Candidate) -> float:

@@ -38,6 +38,10 @@ class MixedBudget:
         self._graph_rows, self._objective_s = graph_rows, objective_s
         self._times = StepTimeModel()
 
+    @property
+    def has_objective(self) -> bool:
+        return self._objective_s > 0.0
+
     def record(self, num_prompt: int, num_answers: int, span_s: float, num_attended: float = 0.0) -> None:
         """Learn from a step of so many tokens of prompts and answers; `num_attended`: see StepTimeModel."""
         if self._objective_s:

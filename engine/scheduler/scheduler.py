@@ -165,7 +165,8 @@ class Scheduler:
         self._end_loads()
         pieces = self._decodes()
         has_answers = len(pieces) + num_reserved > 0
-        beside_answers = self.mixed_budget.prompt_tokens(len(pieces), *self._waiting_prompts(has_answers))
+        waiting = self._waiting_prompts() if has_answers and self.mixed_budget.has_objective else (0, 0)
+        beside_answers = self.mixed_budget.prompt_tokens(len(pieces), *waiting)
         budget = _Budget(self._limits.max_batched_tokens - len(pieces), beside_answers, has_answers)
         pieces += self._chunks([s for s in self._in_turn if not s.is_decoding], budget)
         pieces += self._admit(budget, num_reserved)
@@ -175,13 +176,8 @@ class Scheduler:
             sequence.started = True
         return Batch(tuple(pieces), started)
 
-    def _waiting_prompts(self, has_answers: bool) -> tuple[int, int]:
-        """Return the tokens of prompts that are to be computed, and those computed of the first.
-
-        Both 0 without answers, where it makes no difference.
-        """
-        if not has_answers:
-            return 0, 0
+    def _waiting_prompts(self) -> tuple[int, int]:
+        """Return the tokens of prompts that are to be computed, and those computed of the first."""
         prompts = [s for s in (*self.running, *self.waiting) if not s.is_decoding]
         return sum(len(s.tokens) - s.num_computed for s in prompts), prompts[0].num_computed if prompts else 0
 

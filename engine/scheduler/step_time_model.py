@@ -81,10 +81,10 @@ class _Line:
 
     def add(self, size: int, seconds: float, other: float = 0.0) -> None:
         """Take in a sample, and forget sizes that were not seen for long."""
-        for other in list(self._weights):
-            self._weights[other] *= DECAY
-            if self._weights[other] < 1e-3:
-                del self._weights[other], self._samples[other]
+        for known in list(self._weights):
+            self._weights[known] *= DECAY
+            if self._weights[known] < 1e-3:
+                del self._weights[known], self._samples[known]
         self._samples.setdefault(size, deque(maxlen=NUM_LAST)).append((seconds, other))
         self._weights[size] = min(self._weights.get(size, 0.0) + 1.0, MAX_WEIGHT)
         self._fit()

@@ -34,6 +34,7 @@ def gpu(name: str, role: WorkerRole, **options) -> Candidate:
         "max_model_len": 100_000,
         "capacity_tokens": 2_000_000,
         "prompt_tokens_per_mixed_step": 252,
+        "bounds_gaps": True,
         "prefill_rate": FAST,
         "decode_rate": 1000.0,
         "transfer_rate": 2e6,
@@ -75,6 +76,12 @@ def test_the_prompts_that_decode_computes_count_against_it():
 @pytest.mark.parametrize("prompt_tokens", [1020, int(SPILL_GAP_S * BESIDE_ANSWERS) + 1])
 def test_who_would_make_gaps_long_is_given_none(prompt_tokens):
     assert route(waiting(20.0), replace(D, prompt_tokens_per_mixed_step=prompt_tokens)) == ("p0", "d0")
+
+
+def test_who_keeps_to_no_objective_is_given_none_however_fast_it_is():
+    fast = replace(D, bounds_gaps=False, prefill_rate=10 * FAST)
+    assert route(waiting(20.0), replace(fast, bounds_gaps=True)) == ("d0", "d0")
+    assert route(waiting(20.0), fast) == ("p0", "d0")
 
 
 def test_a_pool_without_a_prefill_worker_is_not_served_by_decode_alone():

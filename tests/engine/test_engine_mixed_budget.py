@@ -42,6 +42,7 @@ def run(
 def test_without_an_objective_a_step_has_all_of_its_budget():
     sizes = budget(objective_s=0.0)
     assert run(sizes, 4) == [prompt_tokens_per_mixed_step(MOST, 4)] * 100
+    assert budget().has_objective and not sizes.has_objective
 
 
 @pytest.mark.parametrize("num_answers", [1, 4, 30, 64])

@@ -63,6 +63,7 @@ class FakeEngine:
     capacity: int = 64
     max_waiting: int = 64
     layout: KVLayout = LAYOUT
+    bounds_gaps: bool = False
     slack_s: float = 0.0
     span_s: float = 0.0
     sequences: dict[RequestId, FakeSequence] = field(default_factory=dict)

@@ -123,7 +123,7 @@ def engine_settings(settings: WorkerSettings) -> EngineSettings:
         max_num_seqs=settings.max_num_seqs or (256 if on_gpu else 64),
         max_batched_tokens=settings.max_batched_tokens or (2048 if on_gpu else 512),
         max_mixed_tokens=settings.max_mixed_tokens or (1024 if on_gpu else None),
-        itl_objective_s=(settings.itl_objective_ms or (8.0 if on_gpu else 0.0)) / 1e3,
+        itl_objective_s=settings.itl_objective_ms / 1e3,
         num_threads=settings.num_threads or None,
         spare_nbytes=device_staging_nbytes(settings.transfer) if on_gpu else 0,
     )

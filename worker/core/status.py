@@ -139,6 +139,7 @@ class StatusReporter:
             queue_tokens=stats.queue_tokens,
             free_tokens=stats.free_tokens,
             prompt_tokens_per_mixed_step=stats.prompt_tokens_per_mixed_step,
+            bounds_gaps=self._engine.bounds_gaps,
             prefill_rate=self._prefill.value,
             decode_rate=self._decode.value,
             transfer_rate=self._transfer_rate(),

@@ -315,6 +315,13 @@ def test_placement_is_told_a_rate_once_a_step_was_full():
     assert ring.ends("long") and side.core._status.report().load.prefill_rate == pytest.approx(full / 0.5)
 
 
+@pytest.mark.parametrize("bounds_gaps", [False, True])
+def test_placement_is_told_whether_steps_keep_to_an_objective(bounds_gaps):
+    side = Ring().sides[P]
+    side.engine.bounds_gaps = bounds_gaps
+    assert side.core._status.report().load.bounds_gaps == bounds_gaps
+
+
 def test_whom_the_front_names_is_met():
     side = Ring().sides[P]
     side.link.inbox.append(KnownPeers([node_info().ref]))

@@ -4,7 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from worker.core.main import engine_settings
 from worker.core.status import RATE_WINDOW_S, Rate
+from worker.settings import WorkerSettings
 
 
 def test_the_first_measurement_counts_whole():
@@ -59,3 +61,11 @@ def test_a_step_in_which_the_process_was_stopped_says_nothing_of_the_speed():
     for stopped_s in (0.0, 60.0, 0.0, 60.0):
         rate.add(1000, 1.0 + stopped_s)
     assert rate.value == pytest.approx(1000.0)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_no_device_keeps_to_a_gap_unless_it_is_told(device, monkeypatch):
+    monkeypatch.setattr("worker.core.main.resolve_device", lambda name: name)  # there need be no GPU
+    for asked, objective_s in (({}, 0.0), ({"itl_objective_ms": 8}, 0.008)):
+        settings = WorkerSettings(**{"device": device, **asked})
+        assert engine_settings(settings).itl_objective_s == objective_s
