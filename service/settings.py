@@ -1,5 +1,6 @@
 """The settings of a service, and errors that say which one to set and how."""
 
+import re
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -39,4 +40,6 @@ def _describe(name: str, item: ErrorDetails, places: Callable[[str], str]) -> st
     words = item["msg"].removeprefix("Value error, ")
     for theirs, ours in (("Input should be", "it must be"), ("String should have", "it must have")):
         words = words.replace(theirs, ours)
-    return f"{name} is {item['input']!r}: {words} (set by {places(name)})"
+    # What stands before @ may be a password.
+    shown = re.sub(r"(?<=://)[^'\"]*@|(?<=^['\"])[^'\"/]*@", "...@", repr(item["input"]))
+    return f"{name} is {shown}: {words} (set by {places(name)})"

@@ -4,8 +4,10 @@ import socket
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, SecretStr
+from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from kv_transfer.tiers.store_url import wrong_store_url
 
 Dtype = Literal["auto", "float32", "float16", "bfloat16", "mixed16", "mixed4", "int4", "int8", "float8", "float8-head"]
 """The names of linear.FORMATS and number_formats.DEVICE_FORMATS of the engine, which the front would need torch to
@@ -14,6 +16,8 @@ import.
 Side = Literal["prefill", "decode", "mixed"]
 """The names of contracts.node.WorkerRole: for an enum, the help would show the Python names of its members."""
 Transfer = Literal["auto", "nvlink", "ucx", "shm", "tcp"]
+KVCodec = Literal["auto", "off", "lossless", "8bit", "6bit", "4bit", "3bit"]
+"""The names of kv_transfer.codecs.level, written out for the help."""
 
 
 class WorkerSettings(BaseSettings):
@@ -40,10 +44,7 @@ class WorkerSettings(BaseSettings):
     device: str = Field("cpu", description="where the model runs: cpu, cuda:N for a GPU, auto for the first one if any")
     tensor_parallel: int = Field(1, ge=1, description="GPUs that share the model, from `device` on; a process each")
     transfer: Transfer = Field("auto", description="KV transport; auto: the fastest that both ends have")
-    kv_codec: str = Field(
-        "auto",
-        description="compression of KV on slow tcp links: auto (without loss), off, lossless, 8bit, 6bit, 4bit or 3bit",
-    )
+    kv_codec: KVCodec = Field("auto", description="compression of KV on slow tcp links; auto: lossless, where it pays")
     transfer_checksum: bool = Field(True, description="check every chunk of KV that arrives")
     transfer_port: int = Field(0, ge=0, le=65535, description="port of the KV control listener; 0: a free one")
     redis_url: str = Field("redis://127.0.0.1:6379/0", description="where the coordinator's state lives")
@@ -59,11 +60,16 @@ class WorkerSettings(BaseSettings):
     kv_cache_mib: int = Field(
         0, ge=0, description="memory for the KV cache, of each GPU; 0: for 16384 tokens, on a GPU all that is free"
     )
-    kv_host_gib: float = Field(0.0, ge=0, description="memory that keeps KV which the cache has no room for; 0: none")
-    kv_disk: Path | None = Field(
-        None, description="folder that keeps KV over restarts, in one of its own for each role"
+    kv_host_gib: float = Field(
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="memory that keeps KV which the cache has no room for, of each worker; 0: none",
     )
-    kv_disk_gib: float = Field(16.0, gt=0, description="most that a worker keeps in `kv_disk`")
+    kv_disk: Path | None = Field(
+        None, description="folder that keeps KV over restarts, in one of its own for each role; an absolute path"
+    )
+    kv_disk_gib: float = Field(16.0, gt=0, allow_inf_nan=False, description="most that a worker keeps in `kv_disk`")
     kv_store: str = Field(
         "", description="where workers share KV: redis://, rediss://, redis+cluster://HOST:PORT, file:///FOLDER"
     )
@@ -89,6 +95,20 @@ class WorkerSettings(BaseSettings):
         20.0, gt=0, description="a core that makes no turn for so long is unhealthy, and killed after twice that"
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="how much to say")
+
+    @field_validator("kv_disk")
+    @classmethod
+    def _is_absolute(cls, folder: Path | None) -> Path | None:
+        if folder is not None and not folder.is_absolute():
+            raise ValueError(f"it must be an absolute path, such as {folder.absolute()}")
+        return folder
+
+    @field_validator("kv_store")
+    @classmethod
+    def _names_a_store(cls, url: str) -> str:
+        if wrong := url and wrong_store_url(url):
+            raise ValueError(wrong)
+        return url
 
     @property
     def advertised_host(self) -> str:

@@ -27,6 +27,8 @@ class RedisRecords:
     """
 
     def __init__(self, url: str) -> None:
+        """Raise ValueError for parameters of the URL that no connection has."""
+        _check_parameters(url)
         self._url = url
         self._client: redis.Redis | RedisCluster | None = None
 
@@ -72,6 +74,15 @@ class RedisRecords:
             raise OutOfBlocks(f"{error}; set maxmemory-policy, allkeys-lfu for one, to let old blocks go") from error
         except (RedisError, RedisClusterException, OSError) as error:  # the second is no RedisError
             raise Unavailable(f"{type(error).__name__}: {error}") from error
+
+
+def _check_parameters(url: str) -> None:
+    """Make a connection that connects to nothing: redis-py looks at the parameters of a URL only then."""
+    scheme, _, rest = url.partition("://")
+    try:
+        redis.Redis.from_url(f"{scheme.removesuffix(_CLUSTER)}://{rest}").connection_pool.make_connection()
+    except TypeError as error:
+        raise ValueError(str(error)) from error
 
 
 def _connect(url: str) -> redis.Redis | RedisCluster:

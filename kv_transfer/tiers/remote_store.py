@@ -18,11 +18,11 @@ from contracts.kv_store import BlockKey, BlockWorth
 from kv_transfer.tiers.circuit_breaker import CircuitBreaker
 from kv_transfer.tiers.redis_records import RedisRecords
 from kv_transfer.tiers.shared_folder import SharedFolder
+from kv_transfer.tiers.store_url import wrong_store_url
 from kv_transfer.tiers.tier_stats import TierStats
 
 BATCH = 8
 """The blocks that one call moves."""
-SCHEMES = ("redis", "rediss", "redis+cluster", "rediss+cluster", "file")
 _LOOKUP_BATCH = 256
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -148,17 +148,17 @@ class RemoteStoreTier:
 
 def open_remote_store(url: str) -> RemoteStoreTier:
     """Return the tier of a store; no connection is made yet. Raises ConfigError for a URL that names none."""
+    if wrong := wrong_store_url(url):
+        raise ConfigError(f"kv_store can't be used: {wrong}")
     parts = urlsplit(url)
-    if parts.scheme not in SCHEMES:
-        raise ConfigError(f"kv_store is '{url}'; it must begin with {', '.join(f'{name}://' for name in SCHEMES)}")
-    where = (
-        f"{parts.scheme}://{parts.hostname or ''}{f':{parts.port}' if parts.port else ''}{parts.path}"  # no password
-    )
+    port = f":{parts.port}" if parts.port else ""
+    where = f"{parts.scheme}://{parts.hostname or ''}{port}{parts.path}"  # no password
     if parts.scheme == "file":
-        if parts.netloc not in ("", "localhost") or not Path(parts.path).is_absolute():
-            raise ConfigError(f"kv_store is '{url}'; a folder is named by three slashes: file:///mnt/kv")
         return RemoteStoreTier(SharedFolder(Path(parts.path)), where)
-    return RemoteStoreTier(RedisRecords(url), where)
+    try:
+        return RemoteStoreTier(RedisRecords(url), where)
+    except ValueError as error:
+        raise ConfigError(f"kv_store is {where}; its parameters can't be used: {error}") from error
 
 
 def _copy(records: Sequence[bytes | None], into: Sequence[memoryview]) -> list[int]:

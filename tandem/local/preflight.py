@@ -69,7 +69,7 @@ def read_up_settings(argv: Sequence[str]) -> UpSettings:
 def preflight(settings: UpSettings) -> None:
     """Check settings and model, downloading one that is named by hub id. Raises ConfigError."""
     for kind in SERVICES:  # they read the rest of the environment
-        read_settings(kind, (), variable)
+        read_settings(kind, (), _service_places)
     try:
         checkpoint = open_checkpoint(settings.model)
     except ConfigError as error:
@@ -104,6 +104,12 @@ def _wrong_redis_url(url: str) -> str:
     except ValueError:  # its message may hold a part of the password
         return "its port must be a number, and / ? # [ in a password are written as %2F %3F %23 %5B"
     return ""
+
+
+def _service_places(name: str) -> str:
+    """Return how a setting of a service is set: as an option of `tandem up`, if it is no secret."""
+    flag = f"--{name.replace('_', '-')}"
+    return flag_and_variable(name) if flag in _of_services() and flag not in SECRETS else variable(name)
 
 
 def _places(name: str) -> str:

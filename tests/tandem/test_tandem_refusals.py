@@ -124,13 +124,27 @@ def test_nobody_to_answer(refused: Callable[..., str]) -> None:
 
 @pytest.mark.parametrize(
     ("variable", "value"),
-    [("TANDEM_KV_CACHE_MIB", "lots"), ("TANDEM_LOG_LEVEL", "loud"), ("TANDEM_MAX_INFLIGHT", "0")],
+    [
+        ("TANDEM_KV_CACHE_MIB", "lots"),
+        ("TANDEM_LOG_LEVEL", "loud"),
+        ("TANDEM_MAX_INFLIGHT", "0"),
+        ("TANDEM_KV_HOST_GIB", "inf"),
+        ("TANDEM_KV_DISK_GIB", "nan"),
+        ("TANDEM_KV_CODEC", "zip"),
+        ("TANDEM_KV_STORE", "redis://h:port"),
+    ],
 )
 def test_settings_that_only_the_services_read_are_checked_too(
     refused: Callable[..., str], variable: str, value: str
 ) -> None:
     said = refused(**{variable: value})
-    assert f"'{value}'" in said and said.endswith(f"(set by {variable})")
+    flag = variable.removeprefix("TANDEM_").lower().replace("_", "-")
+    assert f"'{value}'" in said and said.endswith(f"(set by --{flag} or {variable})")
+
+
+def test_a_wrong_value_is_shown_without_its_password(refused: Callable[..., str]) -> None:
+    said = refused(TANDEM_KV_STORE="s4://me:hush@host/kv")
+    assert "kv_store is 's4://...@host/kv': it must begin with redis://" in said
 
 
 def test_a_taken_port(refused: Callable[..., str]) -> None:

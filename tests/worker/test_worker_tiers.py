@@ -1,14 +1,17 @@
 """A real worker with tiers below its KV cache: they outlive it, and settings that can't be are named."""
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from contracts.events import Prefilled, Tokens
+from kv_transfer.codecs.level import LEVELS, SETTINGS
 from tests.e2e.tiny import save_tiny
 from tests.waiting import until
 from tests.worker.test_worker_process import refused
 from tests.worker.worker_rig import Gateway, connected, running_worker
+from worker.settings import KVCodec
 
 pytestmark = pytest.mark.slow
 
@@ -55,11 +58,15 @@ async def test_a_prompt_is_on_disk_when_its_worker_was_killed(model: str, tmp_pa
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--kv-store", "s4://bucket"), "kv_store is 's4://bucket'; it must begin with redis://"),
-        (("--kv-disk", "kv"), "kv_disk is 'kv'; it must be an absolute path"),
+        (("--kv-store", "s4://bucket"), "kv_store is 's4://bucket': it must begin with redis://"),
+        (("--kv-disk", "kv"), "kv_disk is 'kv': it must be an absolute path"),
         (("--kv-host-gib", "1e-9"), "kv_host_gib is 1e-09; one block takes"),
         (("--kv-host-gib", "1e6"), "kv_host_gib is 1000000.0;"),
     ],
 )
 def test_names_a_setting_that_can_not_be(model: str, flags: tuple[str, ...], words: str) -> None:
     assert words in refused("--model", model, "--dtype", "float32", *flags)
+
+
+def test_the_levels_of_the_setting_are_those_of_the_codec() -> None:
+    assert get_args(KVCodec) == (*SETTINGS, *LEVELS)

@@ -39,8 +39,6 @@ def open_tiers(
     if settings.kv_host_gib:
         tiers.append(_host_tier(settings.kv_host_gib, engine.layout))
     if settings.kv_disk:
-        if not settings.kv_disk.is_absolute():
-            raise ConfigError(f"kv_disk is '{settings.kv_disk}'; it must be an absolute path")
         folder = settings.kv_disk / settings.role
         tiers.append(DiskTier(folder, engine.layout.shared_id.hex(), int(settings.kv_disk_gib * GIB)))
     if settings.kv_store:

@@ -199,9 +199,23 @@ def test_no_server_is_no_error():
     tier.close()
 
 
-@pytest.mark.parametrize("url", ["", "kv", "s4://bucket", "file://host/kv", "file://kv", "http://h"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "kv",
+        "s4://bucket",
+        "file://host/kv",
+        "file://kv",
+        "http://h",
+        "redis://",
+        "redis://h:x",
+        "redis://h?db=x",
+        "redis+cluster://h?size=2",
+    ],
+)
 def test_names_a_url_that_is_none(url: str):
-    with pytest.raises(ConfigError, match="kv_store is"):
+    with pytest.raises(ConfigError, match="kv_store"):
         open_remote_store(url)
 
 
