@@ -67,7 +67,8 @@ class WorkerSettings(BaseSettings):
         description="memory that keeps KV which the cache has no room for, of each worker; 0: none",
     )
     kv_disk: Path | None = Field(
-        None, description="folder that keeps KV over restarts, in one of its own for each role; an absolute path"
+        None,
+        description="absolute path of a folder that keeps KV over restarts; each worker has its own in it",
     )
     kv_disk_gib: float = Field(16.0, gt=0, allow_inf_nan=False, description="most that a worker keeps in `kv_disk`")
     kv_store: str = Field(

@@ -137,7 +137,7 @@ class DiskTier:
         try:
             self._files.make_folder()
             if not self._take_lock():
-                self._unreadable = "another process uses it"
+                self._unreadable = "another process uses it; give each worker a folder of its own"
             else:
                 self._index()
         except OSError as error:
@@ -145,7 +145,10 @@ class DiskTier:
         if self._unreadable:
             self._retry_at_s = self._clock() + RETRY_S
             _log.warning(
-                "KV on disk is off: %s: %s; tried again every %.0f s", self._files.folder, self._unreadable, RETRY_S
+                "KV on disk (kv_disk) is off: %s: %s; tried again every %.0f s",
+                self._files.folder,
+                self._unreadable,
+                RETRY_S,
             )
 
     def _take_lock(self) -> bool:
@@ -231,7 +234,7 @@ class DiskTier:
         if error.errno == errno.ENOENT and self._files.exists():
             return  # one file is missing: somebody tidied up
         self._unreadable, self._retry_at_s = str(error), self._clock() + RETRY_S
-        _log.warning("KV on disk is off: it can't be read: %s; tried again every %.0f s", error, RETRY_S)
+        _log.warning("KV on disk (kv_disk) is off: it can't be read: %s; tried again every %.0f s", error, RETRY_S)
 
     def _on_write_error(self, error: OSError) -> None:
         self._stats.refused["full" if error.errno in _FULL else "unwritable"] += 1
@@ -240,7 +243,7 @@ class DiskTier:
             return
         if not self._unwritable:
             _log.warning(
-                "KV on disk keeps nothing new: %s; what is there is still read, and writing is tried every %.0f s",
+                "KV on disk (kv_disk) keeps nothing new: %s; what is there is read, and writing tried every %.0f s",
                 error, RETRY_S,
             )  # fmt: skip
         self._unwritable, self._retry_at_s = str(error), self._clock() + RETRY_S

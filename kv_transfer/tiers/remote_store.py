@@ -61,6 +61,7 @@ class RemoteStoreTier:
         self._stats = TierStats()
         self._lock = threading.Lock()
         self._is_full = self._is_closed = False
+        self._has_answered = self._is_told = False
 
     @property
     def is_on(self) -> bool:
@@ -102,7 +103,7 @@ class RemoteStoreTier:
         except OutOfBlocks as error:
             self._stats.refused["full"] += 1
             if not self._is_full:
-                _log.warning("KV store %s keeps nothing new: %s", self._where, error)
+                _log.warning("KV store %s (kv_store) keeps nothing new: %s", self._where, error)
             self._is_full = True
             return False
         if is_kept:
@@ -133,17 +134,25 @@ class RemoteStoreTier:
         except Unavailable as error:
             with self._lock:
                 self._stats.refused["unavailable"] += 1
+                self._tell_first(str(error))
                 self._breaker.failed(str(error))
             return None
         with self._lock:
+            self._has_answered = True
             self._breaker.succeeded()
         return result
+
+    def _tell_first(self, reason: str) -> None:
+        """Log the first failure of a store that never answered: its URL may be wrong, and no request has come yet."""
+        if not (self._has_answered or self._is_told):
+            _log.warning("KV store %s (kv_store) does not answer: %s; is its URL right?", self._where, reason)
+        self._is_told = True
 
     def _on_change(self, is_on: bool, reason: str) -> None:
         if is_on:
             _log.info("KV store %s is used again", self._where)
         else:
-            _log.warning("KV store %s is off: %s; it is tried again from time to time", self._where, reason)
+            _log.warning("KV store %s (kv_store) is off: %s; it is tried again from time to time", self._where, reason)
 
 
 def open_remote_store(url: str) -> RemoteStoreTier:

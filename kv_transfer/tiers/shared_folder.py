@@ -74,7 +74,7 @@ class SharedFolder:
         Made anew, a folder that is not mounted would fill the disk below.
         """
         if not self._folder.is_dir():
-            raise Unavailable(f"{self._folder} is no folder")
+            raise Unavailable(f"{self._folder} is no folder: make or mount it")
 
     def _path(self, key: BlockKey) -> Path:
         name = key.hex()

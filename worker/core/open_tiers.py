@@ -39,7 +39,7 @@ def open_tiers(
     if settings.kv_host_gib:
         tiers.append(_host_tier(settings.kv_host_gib, engine.layout))
     if settings.kv_disk:
-        folder = settings.kv_disk / settings.role
+        folder = settings.kv_disk / (settings.worker_id.lstrip(".") or settings.role)
         tiers.append(DiskTier(folder, engine.layout.shared_id.hex(), int(settings.kv_disk_gib * GIB)))
     if settings.kv_store:
         tiers.append(open_remote_store(settings.kv_store))

@@ -193,9 +193,11 @@ def test_a_folder_that_is_not_mounted_is_not_made(tmp_path: Path):
     tier.close()
 
 
-def test_no_server_is_no_error():
+def test_no_server_is_no_error_and_told_once(caplog: pytest.LogCaptureFixture):
     tier = open_remote_store(f"redis+cluster://127.0.0.1:{free_port()}")
-    assert tier.lookup([BlockKey(b"x")]) == 0
+    for _ in range(2):
+        assert tier.lookup([BlockKey(b"x")]) == 0
+    assert sum("(kv_store) does not answer" in record.message for record in caplog.records) == 1
     tier.close()
 
 
