@@ -6,7 +6,7 @@ from typing import TypeVar
 import redis
 from redis.backoff import NoBackoff
 from redis.cluster import RedisCluster
-from redis.exceptions import OutOfMemoryError, RedisClusterException, RedisError
+from redis.exceptions import ClusterError, OutOfMemoryError, RedisClusterException, RedisError, ResponseError
 from redis.retry import Retry
 
 from contracts.errors import OutOfBlocks, Unavailable
@@ -52,7 +52,19 @@ class RedisRecords:
         return self._call(read)
 
     def put(self, key: BlockKey, record: memoryview) -> None:
-        self._call(lambda client: client.set(_PREFIX + key, bytes(record), nx=True))
+        def write(client: redis.Redis | RedisCluster) -> None:
+            try:
+                client.set(_PREFIX + key, bytes(record), nx=True)
+            except OutOfMemoryError as error:
+                raise OutOfBlocks(
+                    f"{error}; set maxmemory-policy, allkeys-lfu for one, to let old blocks go"
+                ) from error
+            except ClusterError:
+                raise
+            except ResponseError as error:  # a replica, or a user without the right: it can be read all the same
+                raise OutOfBlocks(str(error)) from error
+
+        self._call(write)
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
         def remove(client: redis.Redis | RedisCluster) -> None:
@@ -70,8 +82,6 @@ class RedisRecords:
             if self._client is None:
                 self._client = _connect(self._url)
             return call(self._client)
-        except OutOfMemoryError as error:
-            raise OutOfBlocks(f"{error}; set maxmemory-policy, allkeys-lfu for one, to let old blocks go") from error
         except (RedisError, RedisClusterException, OSError) as error:  # the second is no RedisError
             raise Unavailable(f"{type(error).__name__}: {error}") from error
 

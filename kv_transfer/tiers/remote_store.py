@@ -38,7 +38,7 @@ class RecordStore(Protocol):
     def get(self, keys: Sequence[BlockKey]) -> list[bytes | None]: ...
 
     def put(self, key: BlockKey, record: memoryview) -> None:
-        """Keep a record. Raises OutOfBlocks if the store is full."""
+        """Keep a record. Raises OutOfBlocks if the store is full or read only."""
         ...
 
     def delete(self, keys: Sequence[BlockKey]) -> None: ...
@@ -143,7 +143,7 @@ class RemoteStoreTier:
         return result
 
     def _tell_first(self, reason: str) -> None:
-        """Log the first failure of a store that never answered: its URL may be wrong, and no request has come yet."""
+        """Log the first failure of a store that never answered."""
         if not (self._has_answered or self._is_told):
             _log.warning("KV store %s (kv_store) does not answer: %s; is its URL right?", self._where, reason)
         self._is_told = True

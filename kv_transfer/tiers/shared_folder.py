@@ -14,6 +14,9 @@ from contracts.errors import OutOfBlocks, Unavailable
 from contracts.kv_store import BlockKey
 from kv_transfer.chunks.block_record import VERSION
 
+_NOT_KEPT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
+"""The errors of a folder that is full or read only, and can be read all the same."""
+
 
 class SharedFolder:
     """The record files of a folder: see remote_store.RecordStore.
@@ -45,7 +48,7 @@ class SharedFolder:
         except OSError as error:
             with suppress(OSError):
                 partial.unlink()
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            if error.errno in _NOT_KEPT:
                 raise OutOfBlocks(str(error)) from error
             raise Unavailable(str(error)) from error
 

@@ -155,6 +155,30 @@ def test_a_full_server_is_still_read(tmp_path: Path, caplog: pytest.LogCaptureFi
         tier.close()
 
 
+def test_a_server_that_is_read_only_is_still_read(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    with redis_node(tmp_path) as node:
+        tier = open_remote_store(f"redis://127.0.0.1:{node.port}")
+        assert store(tier, 1)
+        node.client.replicaof("127.0.0.1", free_port())
+        for number in range(2, 3 + MAX_FAILURES):
+            assert not store(tier, number)
+        assert tier.is_on and holds(tier, 1)
+        assert sum("(kv_store) keeps nothing new" in record.message for record in caplog.records) == 1
+        node.client.replicaof("no", "one")
+        assert store(tier, 2) and holds(tier, 2)
+        tier.close()
+
+
+def test_a_folder_that_is_read_only_is_told_once(caplog: pytest.LogCaptureFixture):
+    tier = open_remote_store("file:///sys")
+    for number in range(1 + MAX_FAILURES):
+        assert tier.lookup([key_of(number)]) == 0
+        assert not store(tier, number)
+    assert tier.is_on
+    assert sum("(kv_store) keeps nothing new" in record.message for record in caplog.records) == 1
+    tier.close()
+
+
 def test_a_server_that_evicts_gives_shorter_prefixes(tmp_path: Path):
     with redis_node(tmp_path, "--maxmemory-policy", "allkeys-lru") as node:
         tier = open_remote_store(f"redis://127.0.0.1:{node.port}")
