@@ -13,9 +13,10 @@ from engine.scheduler.step_time_model import StepTimeModel
 
 HEADROOM = 0.95
 """Steps aim at this share of the objective, since one in four is longer than foretold."""
-MIN_STRETCH = 1.5
-"""Beside answers whose own step is as long as the objective, prompts still get a third of each step: else they would
-wait for the answers' end.
+MIN_SPEED = 0.8
+"""Chunks compute prompts at this share of the largest chunk's pace at least, whatever the objective. A step costs some
+time however small its chunk is, and where that alone is as long as the objective, the smallest chunks would compute
+next to nothing, and gaps be as long: on an H200 first tokens were 3 to 12 times later.
 """
 MAX_DRAIN_S = 0.5
 """The longest that the prompts which wait here may take in steps of the objective. Beyond, steps get longer: a user who
@@ -61,14 +62,19 @@ class MixedBudget:
             first = int(self._max_tokens * PROMPTS_SHARE) - num_answers
             return sizes[bisect_left(sizes, first, hi=len(sizes) - 1)]
         short = self._within_objective(sizes, num_answers, context)
+        short = max(short, self._fast_enough(sizes, num_answers))
         return next(
             (size for size in sizes[short:] if self._drain_s(size, num_answers, num_waiting) <= MAX_DRAIN_S), most
         )
 
+    def _fast_enough(self, sizes: SequenceOf[int], num_answers: int) -> int:
+        """Return the index of the smallest size that computes prompts at MIN_SPEED of the largest's pace."""
+        paces = [size / max(self._step_s(size, num_answers), 1e-9) for size in sizes]
+        return next(index for index, pace in enumerate(paces) if pace >= MIN_SPEED * paces[-1])
+
     def _within_objective(self, sizes: SequenceOf[int], num_answers: int, context: int) -> int:
         """Return the index of the largest size whose step keeps to the objective, or else of the smallest."""
-        alone_s = self._times.step_s(0, num_answers)
-        aim_s = max(HEADROOM * self._objective_s, MIN_STRETCH * alone_s)
+        aim_s = HEADROOM * self._objective_s
         return max(0, bisect_left(sizes, True, key=lambda size: self._step_s(size, num_answers, context) > aim_s) - 1)
 
     def _drain_s(self, size: int, num_answers: int, num_waiting: int) -> float:
