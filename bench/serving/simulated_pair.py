@@ -1,4 +1,4 @@
-"""The loads of bench.serving.gpu on a simulated prefill and decode worker, event by event.
+"""The loads of bench.serving.gpu on simulated workers, a pair or a single one, event by event.
 
 python -m bench.serving.simulated_pair [--seeds 0 1 2] [--out FILE]
 
@@ -34,6 +34,7 @@ from engine.sequence import Sequence
 from worker.core.status import FULL_TOKENS, Rate
 
 SERVED = "2026-11-28-serving-gpu-beside-vllm-2xh200"
+SINGLE = "2026-11-29-serving-gpu-adaptive-h200"
 LOAD_NAMES = ("8k-8", "8k-4", "1k-40", "1k-20")
 BLOCK, CAPACITY_TOKENS = 64, 2_079_000
 LAUNCH_S = 0.0015
@@ -50,6 +51,7 @@ class SimulatedSystem:
     """A way to serve.
 
     `spills`: the second worker may take prompts. `objective_s`: see SchedulerLimits. `measured_as`: its name in SERVED.
+    `is_single`: there is no prefill worker.
     """
 
     name: str
@@ -57,6 +59,7 @@ class SimulatedSystem:
     objective_s: float
     spills: bool = True
     measured_as: str = ""
+    is_single: bool = False
 
 
 SYSTEMS = (
@@ -64,12 +67,25 @@ SYSTEMS = (
     SimulatedSystem("shared, chunks of 1024", WorkerRole.MIXED, 0.0, True, "shared"),
     SimulatedSystem("shared, chunks that follow", WorkerRole.MIXED, 0.008),
     SimulatedSystem("pair that follows the load", WorkerRole.DECODE, 0.008),
+    SimulatedSystem("one mixed worker, chunks of 1024", WorkerRole.MIXED, 0.0, is_single=True),
+    SimulatedSystem("one mixed worker, chunks that follow", WorkerRole.MIXED, 0.008, is_single=True),
 )
 
 
 def _measured(system: str, load_name: str) -> list[dict[str, Any]]:
     wanted = {"system": system, "load": load_name}
     return [row for row in rows_in(SERVED) if wanted.items() <= row["params"].items()]
+
+
+def _measured_figures(system: SimulatedSystem, load_name: str, seed: int) -> dict[str, float]:
+    """Return what was measured with a seed.
+
+    Of two cards seed 0 alone was; of one card, the fixed chunk stands as the peer.
+    """
+    if system.is_single and not system.objective_s:
+        wanted = {"load": load_name, "seed": seed}
+        return {row["name"]: row["peer_value"] for row in rows_in(SINGLE) if wanted.items() <= row["params"].items()}
+    return {row["name"]: row["value"] for row in _measured(system.measured_as, load_name)} if seed == 0 else {}
 
 
 @dataclass
@@ -250,7 +266,8 @@ class SimulatedPair:
 
     def _place(self, number: int, answer: Answer) -> None:
         need = policy.decode_need(answer.num_in, answer.num_out)
-        pool = [self._prefill.candidate(), self._decode.candidate()]
+        workers = [self._decode] if self._system.is_single else [self._prefill, self._decode]
+        pool = [worker.candidate() for worker in workers]
         offers = policy.choose(pool, answer.num_in, need)
         if not self._system.spills:
             offers = [offer for offer in offers if offer.prefill.worker_id != offer.decode.worker_id]
@@ -311,14 +328,13 @@ def figures(load: Load, pairs: list[SimulatedPair], wall_s: float) -> Iterator[t
 def simulated(system: SimulatedSystem, load: Load, costs: StepCosts, seeds: list[int]) -> list[ResultRow]:
     """Return the rows of a system under a load, of all seeds and of each.
 
-    What was measured with seed 0 is beside.
+    What was measured with a seed is beside.
     """
-    measured = {row["name"]: row["value"] for row in _measured(system.measured_as, load.name)}
     pairs = {seed: SimulatedPair(system, load, costs, seed) for seed in seeds}
     walls = {seed: pair.run() for seed, pair in pairs.items()}
     found: list[ResultRow] = []
     for seed, pair in pairs.items():
-        beside = measured if seed == 0 else {}
+        beside = _measured_figures(system, load.name, seed)
         found += _figure_rows(system, load, [pair], walls[seed], f"seed {seed}", beside)
     return found + _figure_rows(system, load, list(pairs.values()), sum(walls.values()), "all seeds", {})
 
@@ -352,7 +368,7 @@ def main() -> int:
     config = {
         "seeds": options.seeds,
         "step costs": [MIXED, ALONE],
-        "overheads": SERVED,
+        "overheads": [SERVED, SINGLE],
         "arrivals": "bench.serving.gpu",
     }
     write_result(options.out, "simulated-pair", rows, config)

@@ -10,6 +10,9 @@ from engine.scheduler.batch import Batch
 
 MIXED = "2026-11-26-engine-gpu-mixed-ending-h200"
 ALONE = "2026-11-28-engine-gpu-beside-vllm-h200"
+SERVED_LEAST_S, SERVED_MORE_S, SERVED_PER_ANSWER_S = 0.0058, 0.0012, 2e-5
+"""A served worker's host takes at least so long for a step of prompts beside answers, and adds to each: chosen so that
+the simulated single worker has the times of bench/results/2026-11-29-serving-gpu-adaptive-h200.md."""
 READ_BYTES_PER_S, KV_BYTES_PER_TOKEN = 4.45e12, 65_536
 
 
@@ -52,7 +55,8 @@ class StepCosts:
         (few, small), (many, large) = self._added[0], self._added[-1]
         share = min(1.0, max(0.0, (len(decodes) - few) / (many - few)))
         added_s = (1 - share) * _between(small, rows) + share * _between(large, rows)
-        return alone_s + max(0.0, added_s + (attended - 4096 * num_rows) * self._per_context)
+        device_s = alone_s + max(0.0, added_s + (attended - 4096 * num_rows) * self._per_context)
+        return max(device_s, SERVED_LEAST_S + SERVED_PER_ANSWER_S * len(decodes)) + SERVED_MORE_S
 
 
 def _between(points: list[tuple[float, float]], x: float) -> float:
