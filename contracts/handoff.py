@@ -18,9 +18,10 @@ from contracts.events import Token
 from contracts.ids import BlockId, Epoch, RequestId
 
 
-class Offer(msgspec.Struct, frozen=True, tag="offer"):
+class Offer(msgspec.Struct, frozen=True, omit_defaults=True, tag="offer"):
     """The announcement that `num_tokens` of KV will come.
 
+    If it `is_bound`, at most so many: the KV of a running answer, which grows on its way. Fin says how many came.
     Prefix hashes are not sent: decode has the job and hashes its token ids itself.
     """
 
@@ -28,6 +29,7 @@ class Offer(msgspec.Struct, frozen=True, tag="offer"):
     epoch: Epoch
     num_tokens: int
     layout_id: str
+    is_bound: bool = False
 
 
 class Grant(msgspec.Struct, frozen=True, tag="grant"):
@@ -124,12 +126,20 @@ class PullScheduled(msgspec.Struct, frozen=True, tag="coming"):
     group: int = 0
 
 
-class Fin(msgspec.Struct, frozen=True, tag="fin"):
+class Fin(msgspec.Struct, frozen=True, omit_defaults=True, tag="fin"):
+    """The end of what is sent, with the token to go on after.
+
+    After an offer that is a bound, `num_tokens` of KV came, and `drawn` are the answer's tokens between the job's and
+    `first`, in order.
+    """
+
     request_id: RequestId
     epoch: Epoch
     num_chunks: int
     first: Token
     cached_tokens: int
+    num_tokens: int | None = None
+    drawn: list[Token] = []
 
 
 class Commit(msgspec.Struct, frozen=True, tag="commit"):

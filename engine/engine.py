@@ -9,11 +9,12 @@ Handoff, prefill side: submit with `handoff=True`; `step` reports the prompt's K
 sequence is held until `release` (also when token 0 ended it: its pages may still be read), or goes on here after
 `keep_local`. Handoff, decode side: `reserve` pages, `prepare` if there is time, let the transfer write them through
 `pool_bytes`, `adopt` with token 0, decoding continues at index 1; `incoming_writer_ended` once nothing will write any
-more. A page is free only when request and writer have both let go. Not thread-safe: one thread owns an engine.
+more. A page is free only when request and writer have both let go. A running answer moves the same way: `exports`
+tells its KV while it runs, see engine.answer_export. Not thread-safe: one thread owns an engine.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from checkpoint.checkpoint import Checkpoint
 from contracts.events import Token
 from contracts.ids import RequestId
 from contracts.layout import KVLayout
+from engine.answer_export import AnswerExport
 from engine.backend import Backend
 from engine.cache.block_pool import BlockPool
 from engine.cache.deferred_release import DeferredRelease
@@ -85,9 +87,10 @@ class Engine:
             max_mixed_tokens, clock,
         )  # fmt: skip
         self._handoff = Handoff(
-            table, scheduler, pool, intake, grammars, requests, stop_check, self.runner, vocab_size,
+            table, scheduler, pool, intake, grammars, requests, stop_check, self.runner, vocab_size, max_model_len,
             settings.max_num_seqs, self.pipeline.has_work,
         )  # fmt: skip
+        self.exports = AnswerExport(table, scheduler, pool, cache)
 
     @property
     def pool_bytes(self) -> np.ndarray:
@@ -131,16 +134,18 @@ class Engine:
         """Return a place in the order of arrival, for a request that is offered now and may be reserved later."""
         return self.scheduler.next_arrival()
 
-    def reserve(self, request: EngineRequest, arrival: int | None = None) -> Reservation:
+    def reserve(self, request: EngineRequest, arrival: int | None = None, num_tokens: int | None = None) -> Reservation:
         """Reserve pages for the prompt of a request whose KV will arrive, and for token 0.
 
         Incoming blocks are held twice: by request and writer. `arrival`: see `arrive`; None is after all others.
+        `num_tokens`: of an answer that moves here while it goes on, so much KV may arrive; what `adopt` finds unused
+        is free again.
 
         Raises OutOfBlocks if they do not fit now (or all sequence slots are taken), also beside a more urgent or
         earlier prompt that waits; RequestError if they never will. The last that was refused is left room by prompts
         that come after it, until it is reserved or released.
         """
-        return self._handoff.reserve(request, arrival)
+        return self._handoff.reserve(request, arrival, num_tokens)
 
     def prepare(self, request_id: RequestId) -> None:
         """Prepare a reserved request's first step, as far as it is known before token 0.
@@ -150,13 +155,14 @@ class Engine:
         """
         self._handoff.prepare(request_id)
 
-    def adopt(self, request_id: RequestId, first: Token) -> None:
+    def adopt(self, request_id: RequestId, first: Token, drawn: Sequence[Token] = ()) -> None:
         """Decode from index 1: the reserved pages hold the prompt's KV and `first` is token 0, sent already.
 
-        The caller does not adopt if token 0 ended the request. Raises KeyError for a request that is not reserved,
-        RequestError for a token that no model like this one draws.
+        Of an answer that moves, `drawn` are its tokens between those of the request and `first`, whose KV is in the
+        pages as well. The caller does not adopt if `first` ended the request. Raises KeyError for a request that is not
+        reserved, RequestError for a token that no model like this one draws, Corrupt for tokens that do not follow.
         """
-        self._handoff.adopt(request_id, first)
+        self._handoff.adopt(request_id, first, drawn)
 
     def incoming_writer_ended(self, request_id: RequestId) -> None:
         """Let a reservation's pages go, as far as the writer held them: nothing will write there. Idempotent."""

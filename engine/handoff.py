@@ -1,9 +1,11 @@
 """The handoff, as an engine sees it: pages reserved for KV that arrives, answers adopted or kept."""
 
 import logging
+from array import array
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 
-from contracts.errors import OutOfBlocks, RequestError
+from contracts.errors import Corrupt, OutOfBlocks, RequestError
 from contracts.events import Token
 from contracts.ids import BlockId, RequestId
 from engine.backend import Runner
@@ -35,30 +37,41 @@ class Handoff:
         stop_check: StopCheck,
         runner: Runner,
         vocab_size: int,
+        max_model_len: int,
         max_num_seqs: int,
         has_work: Callable[[], bool],
     ) -> None:
         self._table, self._scheduler, self._pool, self._intake = table, scheduler, pool, intake
         self._grammars, self._requests, self._stop_check, self._runner = grammars, requests, stop_check, runner
-        self._vocab_size, self._max_num_seqs, self._has_work = vocab_size, max_num_seqs, has_work
+        self._vocab_size, self._max_model_len = vocab_size, max_model_len
+        self._max_num_seqs, self._has_work = max_num_seqs, has_work
         self._refused: tuple[RequestId, int, int] | None = None
         self._why_refused = ""
 
-    def reserve(self, request: EngineRequest, arrival: int | None = None) -> Reservation:
+    def reserve(self, request: EngineRequest, arrival: int | None = None, num_tokens: int | None = None) -> Reservation:
         """See Engine.reserve."""
+        num_known = len(request.token_ids)
+        if num_tokens is not None and not num_known <= num_tokens < self._max_model_len:
+            raise RequestError(
+                f"pages for {num_tokens} tokens of an answer that moves are wanted, of which {num_known} are known: "
+                f"there must be room for these, and less than {self._max_model_len} have KV"
+            )
+        num_incoming = num_known if num_tokens is None else num_tokens
         urgency = request.priority, self._scheduler.next_arrival() if arrival is None else arrival
         try:
-            sequence = self._with_pages(request, urgency)
+            sequence = self._with_pages(request, urgency, num_incoming)
         except OutOfBlocks as error:
             _log.debug("request %s finds no room for its KV yet: %s", request.request_id, error)
-            num_blocks = self._num_blocks(len(request.token_ids) + 1)
+            num_blocks = self._num_blocks(num_incoming + 1)
             self._scheduler.claim = PendingReservation(request.request_id, urgency, num_blocks)
             raise
         self._scheduler.claim = None
-        blocks = [BlockId(block) for block in sequence.blocks[: self._num_blocks(sequence.num_prompt)]]
+        blocks = [BlockId(block) for block in sequence.blocks[: self._num_blocks(num_incoming)]]
         incoming = blocks[sequence.num_inserted_blocks :]
         self._pool.retain(incoming)
         sequence.status, sequence.arrival = Status.RESERVED, urgency[1]
+        if num_tokens is not None:  # the tokens of the answer were decoded
+            sequence.num_prefilled = sequence.answer_start
         self._table.add(sequence)
         self._grammars.open(sequence)
         self._table.incoming_writers[request.request_id] = incoming
@@ -81,16 +94,27 @@ class Handoff:
             finally:
                 sequence.tokens.pop()
 
-    def adopt(self, request_id: RequestId, first: Token) -> None:
+    def adopt(self, request_id: RequestId, first: Token, drawn: SequenceOf[Token] = ()) -> None:
         """See Engine.adopt."""
         sequence = self._table[request_id]
         if sequence.status is not Status.RESERVED or sequence in self._intake.compiling:
             raise KeyError(f"{request_id} is {sequence.status}, not reserved")
-        if not 0 <= first.token_id < self._vocab_size:
-            raise RequestError(f"token 0 from prefill is {first.token_id}, outside of 0 to {self._vocab_size - 1}")
-        _log.debug("request %s goes on here after token 0, its KV is complete", request_id)
-        sequence.tokens.append(first.token_id)
-        sequence.num_computed = sequence.num_prompt  # its first step enters them into the prefix cache
+        for index, token in enumerate((*drawn, first), sequence.num_generated):
+            if token.index != index:
+                raise Corrupt(f"token {token.index} came with the handoff where token {index} was expected")
+            if not 0 <= token.token_id < self._vocab_size:
+                raise RequestError(
+                    f"token {index} that came with the handoff is {token.token_id}, outside of 0 to "
+                    f"{self._vocab_size - 1}"
+                )
+        num_tokens = sequence.num_prompt + len(drawn) + 1
+        num_blocks = self._num_blocks(num_tokens)
+        if num_blocks > len(sequence.blocks):
+            raise Corrupt(f"{num_tokens} tokens came, {len(sequence.blocks)} KV blocks were reserved for them")
+        _log.debug("request %s goes on here after token %d, its KV is complete", request_id, first.index)
+        sequence.tokens.extend(token.token_id for token in (*drawn, first))
+        sequence.num_computed = num_tokens - 1  # its first step enters them into the prefix cache
+        self._give_back_beyond(sequence, num_blocks)
         self._intake.once_compiled(sequence, self._scheduler.resume)
 
     def incoming_writer_ended(self, request_id: RequestId) -> None:
@@ -110,7 +134,15 @@ class Handoff:
             else:
                 self._scheduler.resume(sequence)
 
-    def _with_pages(self, request: EngineRequest, urgency: tuple[int, int]) -> Sequence:
+    def _give_back_beyond(self, sequence: Sequence, num_blocks: int) -> None:
+        """Keep so many blocks. A writer's hold on the others stays."""
+        unused = sequence.blocks[num_blocks:]
+        if unused:
+            # Another array: a runner knows by the array whose table a device has.
+            sequence.blocks = array("i", sequence.blocks[:num_blocks])
+            self._pool.release(unused)
+
+    def _with_pages(self, request: EngineRequest, urgency: tuple[int, int], num_incoming: int) -> Sequence:
         """Return a sequence that has its pages. Raises OutOfBlocks."""
         num_spare = self._room_left(urgency)
         tried = request.request_id, self._pool.num_gains, num_spare
@@ -118,10 +150,10 @@ class Handoff:
             raise OutOfBlocks(self._why_refused)
         sequence = self._intake.sequence_of(request)
         sequence.num_scored = sequence.num_prompt  # by whoever computes it
-        # Token 0's KV is the first that is computed here.
-        if not self._scheduler.take_blocks(sequence, sequence.num_prompt + 1, num_spare):
+        # The KV of the token that comes with the handoff is the first that is computed here.
+        if not self._scheduler.take_blocks(sequence, num_incoming + 1, num_spare):
             self._refused = tried
-            wanted, pool = self._num_blocks(sequence.num_prompt + 1), self._pool
+            wanted, pool = self._num_blocks(num_incoming + 1), self._pool
             left = f", {num_spare} of them left to who waits before" if num_spare else ""
             self._why_refused = f"{wanted} KV blocks wanted, {pool.num_available} of {pool.num_blocks} available{left}"
             raise OutOfBlocks(self._why_refused)

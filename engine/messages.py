@@ -82,6 +82,17 @@ class ChunkDone:
 
 
 @dataclass(frozen=True)
+class AnswerTail:
+    """The last of the KV of an answer that moves: `chunk`, unless all was told before.
+
+    `num_tokens` of KV in all: that of every token but the newest, which a peer goes on after.
+    """
+
+    chunk: ChunkDone | None
+    num_tokens: int
+
+
+@dataclass(frozen=True)
 class ChunkScheduled:
     """What a ChunkDone will say once its batch is computed, unless that fails.
 

@@ -17,6 +17,7 @@ class Status(StrEnum):
     HELD = "held"
     ENDING = "ending"
     RESERVED = "reserved"
+    PAUSED = "paused"
 
 
 class Sequence:
@@ -24,6 +25,9 @@ class Sequence:
 
     `tokens` is prompt plus answer; KV exists for the first `num_computed` of them. The first `num_prompt` came with the
     request, those from `answer_start` on are the answer's: the same number, unless it was begun elsewhere.
+
+    The first `num_prefilled` have the KV of a prompt: those that came with the request, unless they had been decoded
+    elsewhere and came with that KV.
 
     Of the prompt's log-probabilities the first `num_scored` are told, or were not asked for.
 
@@ -58,6 +62,8 @@ class Sequence:
         self.num_computed = 0
         self.num_inserted_blocks = 0
         self.num_announced = 0
+        self.num_exported = 0
+        self.num_prefilled = self.num_prompt
         self.num_scored = self.num_prompt if sampling.prompt_logprobs is None else 1  # nothing foretells token 0
         self.started = False
         self.draw_key: int | None = None

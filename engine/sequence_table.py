@@ -11,12 +11,14 @@ class SequenceTable:
     """The sequences of the requests that are here.
 
     `incoming_writers[request]`: the blocks that a transfer may still write to; it holds them beside the request, and
-    longer if the request goes first.
+    longer if the request goes first. `outgoing_readers[request]`: likewise, the blocks that a peer may still read while
+    the request moves there.
     """
 
     def __init__(self) -> None:
         self._sequences: dict[RequestId, Sequence] = {}
         self.incoming_writers: dict[RequestId, list[BlockId]] = {}
+        self.outgoing_readers: dict[RequestId, list[BlockId]] = {}
 
     def __getitem__(self, request_id: RequestId) -> Sequence:
         return self._sequences[request_id]
@@ -35,7 +37,8 @@ class SequenceTable:
 
     def knows(self, request_id: RequestId) -> bool:
         """Return whether a request of this id would be mistaken for another."""
-        return request_id in self._sequences or request_id in self.incoming_writers
+        holders = self._sequences, self.incoming_writers, self.outgoing_readers
+        return any(request_id in known for known in holders)
 
     def is_present(self, sequence: Sequence) -> bool:
         """Return whether it has neither ended nor been released since its batch was launched."""
@@ -45,7 +48,8 @@ class SequenceTable:
         return sum(sequence.status is status for sequence in self._sequences.values())
 
     def holds(self) -> Counter[int]:
-        """Return how often each block is held by sequences and writers."""
+        """Return how often each block is held by sequences, writers and readers."""
         holds = Counter(block for sequence in self for block in sequence.blocks)
-        holds.update(block for blocks in self.incoming_writers.values() for block in blocks)
+        for held in (self.incoming_writers, self.outgoing_readers):
+            holds.update(block for blocks in held.values() for block in blocks)
         return holds

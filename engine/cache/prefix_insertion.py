@@ -32,7 +32,7 @@ class PrefixInserter:
 
     def _insert(self, sequence: Sequence, max_blocks: int) -> None:
         size = self._pool.block_size
-        num_known = len(sequence.tokens) - sequence.num_pending if self._caches_decoded_kv else sequence.num_prompt
+        num_known = len(sequence.tokens) - sequence.num_pending if self._caches_decoded_kv else sequence.num_prefilled
         num_full = min(sequence.num_computed, num_known) // size
         if num_full <= sequence.num_inserted_blocks:
             return

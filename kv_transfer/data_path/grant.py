@@ -33,6 +33,8 @@ class GrantedPages:
         self._arrived: set[int] = set()
         self.nbytes = 0
         self._filled = [[False] * len(pages) for pages in grant.pages]
+        self._num_tokens = [0] * len(grant.pages)
+        self._ends = [grant.skip_tokens] * len(grant.pages)
 
     def check(self, header: ChunkHeader) -> str | None:
         """Return why this chunk must not be written, or None."""
@@ -59,10 +61,21 @@ class GrantedPages:
         self._arrived.add(header.index)
         self.nbytes += header.nbytes
         self._filled[header.group][blocks] = [True] * (blocks.stop - blocks.start)
+        self._num_tokens[header.group] += header.num_tokens
+        self._ends[header.group] = max(self._ends[header.group], header.first_token + header.num_tokens)
 
-    def is_whole(self, num_chunks: int) -> bool:
-        """Return whether this many chunks have arrived and hold every token that was granted."""
-        return len(self._arrived) == num_chunks and all(map(all, self._filled))
+    def is_whole(self, fin: Fin) -> bool:
+        """Return whether as many chunks have arrived as Fin says, and hold every token that was granted.
+
+        Of an offer that is a bound: every token up to the one where Fin says that they end.
+        """
+        if len(self._arrived) != fin.num_chunks:
+            return False
+        if not self.offer.is_bound or fin.num_tokens is None:
+            return all(map(all, self._filled))
+        # Chunks overlap nowhere, so as many tokens as there are up to the last are all of them.
+        is_last = all(end == fin.num_tokens for end in self._ends)
+        return is_last and all(num == fin.num_tokens - self.grant.skip_tokens for num in self._num_tokens)
 
     def _check_tokens(self, header: ChunkHeader) -> str | None:
         first, end, block_size = header.first_token, header.first_token + header.num_tokens, self._layout.block_size
@@ -70,7 +83,7 @@ class GrantedPages:
             return f"first_token is {first}; the grant starts at {self.grant.skip_tokens}, blocks are {block_size}"
         if header.num_tokens <= 0 or end > self.offer.num_tokens:
             return f"tokens {first} to {end} are not all in the {self.offer.num_tokens} offered"
-        if end % block_size and end != self.offer.num_tokens:
+        if end % block_size and end != self.offer.num_tokens and not self.offer.is_bound:
             return f"the chunk ends at token {end}, inside a block"
         return None
 
@@ -192,7 +205,7 @@ class GrantTable:
     def _commit(self, key: Key) -> Commit | None:
         """Return the Commit to send if the attempt is whole, and mark it as sent; under the lock."""
         granted, fin = self._grants.get(key), self._fins.get(key)
-        if granted is None or fin is None or key in self._committed or not granted.is_whole(fin.num_chunks):
+        if granted is None or fin is None or key in self._committed or not granted.is_whole(fin):
             return None
         if key in self._writing:
             return None

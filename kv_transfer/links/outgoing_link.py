@@ -80,7 +80,7 @@ class OutgoingLink(Link):
         key = offer.request_id, offer.epoch
         self.queue.begin(key)
         self._rate.begin(key)
-        if self._pull_sender is not None:
+        if self._pull_sender is not None and not offer.is_bound:  # else nobody knows how much is left to compute
             self._pull_sender.begin(key, offer.num_tokens)
         self.send(offer)
 

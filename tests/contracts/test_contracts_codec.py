@@ -31,6 +31,8 @@ HANDOFF = [
     Grant(R, E, [[BlockId(5), BlockId(2)]], 32),
     ChunkHeader(R, E, 1, 32, 20, "layout", 4096, 2**63),
     Fin(R, E, 2, FIRST, 16),
+    Offer(R, E, 100, "layout", is_bound=True),
+    Fin(R, E, 2, Token(9, 7), 16, num_tokens=41, drawn=[Token(8, 42, -0.5, [(42, -0.5)])]),
     Abort(R, E, "cancelled", "the client left"),
 ]
 EVENTS = [

@@ -165,7 +165,7 @@ def test_a_token_0_that_no_such_model_draws_is_refused(pair: Pair, token_id: int
     engine, asked = pair[1], request("a", PROMPTS[2], greedy(4))
     assert engine.checkpoint.config.vocab_size == 320
     engine.reserve(asked)
-    with pytest.raises(RequestError, match=f"token 0 from prefill is {token_id}, outside of 0 to 319"):
+    with pytest.raises(RequestError, match=f"token 0 that came with the handoff is {token_id}, outside of 0 to 319"):
         engine.adopt(asked.request_id, Token(0, token_id))
     engine.release(asked.request_id)
     engine.incoming_writer_ended(asked.request_id)

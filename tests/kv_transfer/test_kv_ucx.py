@@ -51,6 +51,10 @@ def test_groups_of_layers_come_by_ucx(env: dict[str, str]) -> None:
     _pass("groups", **env)
 
 
+def test_the_kv_of_a_running_answer_comes_by_ucx() -> None:
+    _pass("bound_offers")
+
+
 @pytest.mark.timeout(300)
 def test_a_group_may_die_too() -> None:
     _pass("death", **DEVICES, KV_TEST_PREFILL_TP="2", KV_TEST_DECODE_TP="1")

@@ -1,0 +1,101 @@
+"""An offer that is a bound: the KV of a running answer, of which Fin says how much came."""
+
+from collections.abc import Callable
+
+import pytest
+
+from contracts.events import Token
+from contracts.handoff import ChunkHeader, Commit, Fin, Grant, Offer
+from contracts.ids import BlockId, Epoch, RequestId
+from kv_transfer.data_path.grant import GrantTable
+from kv_transfer.events import ChunkLanded
+from tests.kv_transfer.kv_pair import LAYOUT, Peer, pages_equal, send
+
+KEY = RequestId("r"), Epoch(1)
+SIZE = LAYOUT.block_size
+BOUND = 8 * SIZE
+SKIP = 2 * SIZE
+PAGES = [BlockId(page) for page in range(20, 26)]
+
+
+def table(is_bound: bool = True) -> GrantTable:
+    grants = GrantTable(LAYOUT, [64])
+    grants.offered(Offer(*KEY, BOUND, LAYOUT.layout_id, is_bound))
+    grants.grant(Grant(*KEY, [PAGES], SKIP))
+    return grants
+
+
+def header(index: int, first: int, num_tokens: int) -> ChunkHeader:
+    nbytes = LAYOUT.num_blocks(num_tokens) * LAYOUT.block_nbytes
+    return ChunkHeader(*KEY, index, first, num_tokens, LAYOUT.layout_id, nbytes, 0)
+
+
+def commit_of(chunks: list[tuple[int, int]], num_tokens: int, is_fin_first: bool) -> Commit | None:
+    """What a table says in the end of chunks (first token, number) that it has checked."""
+    grants, fin = table(), Fin(*KEY, len(chunks), Token(9, 7), 0, num_tokens, [Token(8, 7)])
+    commits = [grants.finished(fin)] if is_fin_first else []
+    for index, (first, num) in enumerate(chunks):
+        granted = grants.find(KEY)
+        assert granted is not None and granted.check(header(index, first, num)) is None
+        commits.append(grants.chunk_received(header(index, first, num)))
+    if not is_fin_first:
+        commits.append(grants.finished(fin))
+    *before, last = commits
+    assert before == [None] * len(before)
+    return last
+
+
+@pytest.mark.parametrize("is_fin_first", [False, True])
+@pytest.mark.parametrize("end", [3 * SIZE + 1, 4 * SIZE, BOUND - 1, BOUND])
+def test_an_offer_is_whole_at_the_token_where_fin_says_that_it_ends(end: int, is_fin_first: bool):
+    chunks = [(SKIP, SIZE), (3 * SIZE, end - 3 * SIZE)]
+    commit = commit_of(chunks, end, is_fin_first)
+    assert commit is not None and commit.num_chunks == 2
+    assert commit.nbytes == (LAYOUT.num_blocks(end) - 2) * LAYOUT.block_nbytes
+
+
+@pytest.mark.parametrize(
+    ("chunks", "num_tokens"),
+    [
+        ([(SKIP, SIZE), (3 * SIZE, SIZE)], 4 * SIZE + 1),
+        ([(SKIP, SIZE), (3 * SIZE, SIZE)], 4 * SIZE - 1),
+        ([(SKIP, SIZE), (4 * SIZE, SIZE)], 5 * SIZE),
+        ([(SKIP, SIZE - 1), (3 * SIZE, SIZE)], 4 * SIZE),
+    ],
+)
+def test_an_offer_that_ends_elsewhere_or_has_a_gap_is_not_whole(chunks: list[tuple[int, int]], num_tokens: int):
+    assert commit_of(chunks, num_tokens, is_fin_first=False) is None
+
+
+def test_only_a_bound_offer_may_end_inside_a_block_before_its_last_token():
+    assert [table(is_bound).find(KEY).check(header(0, SKIP, SIZE - 1)) for is_bound in (True, False)] == [  # type: ignore[union-attr]
+        None,
+        f"the chunk ends at token {3 * SIZE - 1}, inside a block",
+    ]
+
+
+def test_an_offer_that_is_no_bound_is_whole_when_all_of_it_came():
+    grants = table(is_bound=False)
+    grants.finished(Fin(*KEY, 1, Token(0, 7), 0))
+    assert grants.chunk_received(header(0, SKIP, 6 * SIZE)) is not None
+
+
+def test_the_kv_of_a_running_answer_arrives_and_the_rest_of_its_pages_stays_as_it_was(
+    make_peer: Callable[..., Peer], transport: str
+):
+    prefill, decode = make_peer("prefill", transport=transport), make_peer("decode", transport=transport)
+    prefill.node.offer(decode.ref, Offer(*KEY, BOUND, LAYOUT.layout_id, is_bound=True))
+    assert decode.message(Offer, "r").is_bound
+    decode.node.grant(prefill.name, Grant(*KEY, [PAGES], SKIP))
+    prefill.message(Grant, "r")
+    before = decode.pool.copy()
+    send(prefill, decode, "r", 0, SKIP, 2 * SIZE, [1, 2])
+    send(prefill, decode, "r", 1, 4 * SIZE, SIZE, [3])
+    send(prefill, decode, "r", 2, 5 * SIZE, SIZE - 1, [4])
+    fin = Fin(*KEY, 3, Token(9, 7), 0, 6 * SIZE - 1, [Token(8, 7, -0.5, [(7, -0.5)])])
+    prefill.node.finish(decode.name, fin)
+    assert [decode.wait(ChunkLanded).header.num_tokens for _ in range(3)] == [2 * SIZE, SIZE, SIZE - 1]
+    assert decode.message(Fin, "r") == fin
+    assert prefill.message(Commit, "r").num_chunks == 3
+    assert pages_equal(prefill, [1, 2, 3, 4], decode, [20, 21, 22, 23])
+    assert (decode.pool[:, 24:26] == before[:, 24:26]).all()
