@@ -40,7 +40,7 @@ examples:
   tandem up --prefill 2 --decode 2            two workers of each role
   tandem up --prefill 0 --decode 0 --mixed 1  one worker that does both, to compare with
   TANDEM_TRANSFER=tcp tandem up               each option is an environment variable too
-  TANDEM_KV_CACHE_MIB=512 tandem up           what the services read reaches them: `tandem worker --help`
+  tandem up --kv-cache-mib 512                the options of a worker go to each of them: `tandem worker --help`
 
 {CODES}{VITAL_CODE}"""
 
