@@ -65,7 +65,7 @@ worth sparing, and grew.
 SPILL_WAIT_S = 0.04
 """How much sooner a decode worker has to compute a prompt than all prefill workers, to be given it.
 
-So it gets what their queues cannot hold: at most a hundredth of the prompts of 1024 tokens at 40/s, a quarter of those
+So it gets what their queues cannot hold: at most a hundredth of the prompts of 1024 tokens at 40/s, a tenth of those
 of 8192 at 8/s, where one GPU cannot compute all. It is simulated (bench.serving.simulated_pair).
 """
 
