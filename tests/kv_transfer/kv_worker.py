@@ -20,6 +20,7 @@ from contracts.request import WorkerRef
 from kv_transfer.events import ChunkLanded, MessageReceived
 from kv_transfer.node import TransferNode
 from kv_transfer.settings import TransferSettings
+from tests.kv_transfer.kv_pair import PATIENT
 from tests.kv_transfer.kv_pool import PoolOwner
 
 LAYOUT = KVLayout.uniform(model="big", num_layers=8, num_kv_heads=4, head_dim=64, block_size=16, dtype="float32")
@@ -44,7 +45,9 @@ class Worker(PoolOwner):
         super().__init__(name, [pages], layout, transport)
         self.incarnation = Incarnation(f"{name}-1")
         # Half of the silence of a worker: whoever stops a peer waits so long for its loss.
-        settings = TransferSettings(secret=SECRET, transport=transport, slot_nbytes=1 << 18, heartbeat_misses=6)
+        settings = TransferSettings(
+            secret=SECRET, transport=transport, slot_nbytes=1 << 18, heartbeat_misses=6, **PATIENT
+        )
         self.node = TransferNode(settings, WorkerId(name), self.incarnation, layout, self.pools, self.woken.set)
         self.node.start()
 
