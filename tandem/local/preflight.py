@@ -25,8 +25,8 @@ SECRETS = {"--api-key"}
 MADE_BY_UP = {"pool", "ready_file", "role", "worker_id"}
 """The settings of services that `tandem up` chooses itself, whatever the environment says."""
 OF_COMPOSE = (
-    "TANDEM_DECODE_DEVICE", "TANDEM_GRAFANA_PORT", "TANDEM_IMAGE", "TANDEM_MODELS", "TANDEM_PREFILL_DEVICE",
-    "TANDEM_PROMETHEUS_PORT", "TANDEM_WORKER_MEMORY",
+    "TANDEM_DECODE_DEVICE", "TANDEM_GRAFANA_PORT", "TANDEM_IMAGE", "TANDEM_MIXED_DEVICE", "TANDEM_MODELS",
+    "TANDEM_PREFILL_DEVICE", "TANDEM_PROMETHEUS_PORT", "TANDEM_WORKER_MEMORY",
 )  # fmt: skip
 """The variables that only the compose files read."""
 

@@ -530,7 +530,7 @@ def test_rows_are_padded_further_where_that_is_faster(folder):
 
 
 def test_chunks_of_more_rows_than_are_held_are_launched_as_they_are(folder, monkeypatch):
-    monkeypatch.setattr("engine.cuda.inputs.batch_inputs._MAX_CHUNK_ROWS", 65)
+    monkeypatch.setattr("engine.cuda.inputs.buckets._MAX_CHUNK_ROWS", 65)
     engine, called = device_engine(folder), []
     chunks = chunks_of(engine)
     chunks.capture(lambda launch: lambda: called.append(launch), chunks.sizes)

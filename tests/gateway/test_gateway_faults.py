@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -525,8 +525,9 @@ async def test_while_the_registry_does_not_answer_it_is_not_ready(checkpoint, mo
         workers, pool = rig.front.dispatch.workers, store.pool
         await rig.until(lambda: not workers.is_blind and workers.can_serve())
 
-        async def unavailable(since_us: int, is_full: bool) -> PoolUpdate:
+        async def unavailable(since_us: int, is_full: bool) -> AsyncGenerator[PoolUpdate, None]:
             raise Unavailable("Redis does not answer")
+            yield PoolUpdate(now_us=since_us, rows=[], is_full=is_full)  # a generator, as the store's
 
         monkeypatch.setattr(store, "pool", unavailable)
         await rig.until(lambda: workers.is_blind)
