@@ -54,7 +54,7 @@ class Prometheus:
 
 @contextmanager
 def prometheus(urls: Mapping[str, Sequence[str]], folder: Path) -> Iterator[Prometheus]:
-    """With our configuration, but for where the targets are (`urls` by job) and how often they are read."""
+    """Run Prometheus with our configuration, its targets those of `urls` (by job), read each second."""
     port = free_port()
     (folder / "prometheus.yml").write_text(yaml.safe_dump(_configuration(urls)))
     options = [f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
@@ -77,7 +77,8 @@ def _configuration(urls: Mapping[str, Sequence[str]]) -> dict:
     config["rule_files"] = [str(RULES)]
     for job in config["scrape_configs"]:
         del job["dns_sd_configs"]
-        job["static_configs"] = [{"targets": [urllib.parse.urlsplit(url).netloc for url in urls[job["job_name"]]]}]
+        targets = [urllib.parse.urlsplit(url).netloc for url in urls.get(job["job_name"], ())]
+        job["static_configs"] = [{"targets": targets}]
     return config
 
 
