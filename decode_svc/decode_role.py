@@ -65,7 +65,8 @@ class DecodeRole:
         self._handoffs.on_tick(now)
 
     def counters(self) -> dict[str, float]:
-        return self._counters | {"quarantined": self._handoffs.num_quarantined}
+        saved = {"kv_saved_tokens": self._handoffs.num_saved_tokens}
+        return self._counters | {"quarantined": self._handoffs.num_quarantined} | saved
 
     def is_idle(self) -> bool:
         return self._handoffs.is_idle

@@ -87,8 +87,8 @@ class Engine:
             max_mixed_tokens, clock,
         )  # fmt: skip
         self._handoff = Handoff(
-            table, scheduler, pool, intake, grammars, requests, stop_check, self.runner, vocab_size, max_model_len,
-            settings.max_num_seqs, self.pipeline.has_work,
+            table, scheduler, pool, prefix_cache, intake, grammars, requests, stop_check, self.runner, vocab_size,
+            max_model_len, settings.max_num_seqs, self.pipeline.has_work,
         )  # fmt: skip
         self.exports = AnswerExport(table, scheduler, pool, cache)
 
@@ -164,9 +164,13 @@ class Engine:
         """
         self._handoff.adopt(request_id, first, drawn)
 
-    def incoming_writer_ended(self, request_id: RequestId) -> None:
-        """Let a reservation's pages go, as far as the writer held them: nothing will write there. Idempotent."""
-        self._handoff.incoming_writer_ended(request_id)
+    def incoming_writer_ended(self, request_id: RequestId, num_checked: int = 0) -> int:
+        """Let a reservation's pages go, as far as the writer held them: nothing will write there. Idempotent.
+
+        Of a handoff that ended before all had come, after `release`, the KV of the first `num_checked` tokens is there
+        and was checked: whole blocks of it are kept for whoever has the same prefix. Returns of how many tokens.
+        """
+        return self._handoff.incoming_writer_ended(request_id, num_checked)
 
     def keep_local(self, request_id: RequestId) -> None:
         """Go on here with a handoff sequence after all. Nothing to do for one that is unknown or has ended."""

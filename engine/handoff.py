@@ -10,6 +10,7 @@ from contracts.events import Token
 from contracts.ids import BlockId, RequestId
 from engine.backend import Runner
 from engine.cache.block_pool import BlockPool
+from engine.cache.prefix_insertion import PrefixInserter
 from engine.intake import Intake
 from engine.messages import EngineRequest, Reservation
 from engine.request_release import RequestRelease
@@ -17,7 +18,7 @@ from engine.sampling.grammar_masks import Grammars
 from engine.scheduler.batch import ScheduledChunk
 from engine.scheduler.scheduler import PendingReservation, Scheduler
 from engine.sequence import Sequence, Status
-from engine.sequence_table import SequenceTable
+from engine.sequence_table import IncomingWriter, SequenceTable
 from engine.stop_check import StopCheck
 
 _log = logging.getLogger(__name__)
@@ -31,6 +32,7 @@ class Handoff:
         table: SequenceTable,
         scheduler: Scheduler,
         pool: BlockPool,
+        prefix_cache: PrefixInserter,
         intake: Intake,
         grammars: Grammars,
         requests: RequestRelease,
@@ -42,6 +44,7 @@ class Handoff:
         has_work: Callable[[], bool],
     ) -> None:
         self._table, self._scheduler, self._pool, self._intake = table, scheduler, pool, intake
+        self._prefix_cache = prefix_cache
         self._grammars, self._requests, self._stop_check, self._runner = grammars, requests, stop_check, runner
         self._vocab_size, self._max_model_len = vocab_size, max_model_len
         self._max_num_seqs, self._has_work = max_num_seqs, has_work
@@ -74,7 +77,7 @@ class Handoff:
             sequence.num_prefilled = sequence.answer_start
         self._table.add(sequence)
         self._grammars.open(sequence)
-        self._table.incoming_writers[request.request_id] = incoming
+        self._table.incoming_writers[request.request_id] = IncomingWriter(sequence, incoming)
         _log.debug(
             "request %s has %d KV blocks reserved, %d of its %d prompt tokens are cached",
             request.request_id, len(blocks), sequence.num_computed, sequence.num_prompt,
@@ -117,9 +120,25 @@ class Handoff:
         self._give_back_beyond(sequence, num_blocks)
         self._intake.once_compiled(sequence, self._scheduler.resume)
 
-    def incoming_writer_ended(self, request_id: RequestId) -> None:
+    def incoming_writer_ended(self, request_id: RequestId, num_checked: int) -> int:
         """See Engine.incoming_writer_ended."""
-        self._pool.release(self._table.incoming_writers.pop(request_id, []))
+        writer = self._table.incoming_writers.pop(request_id, None)
+        if writer is None:
+            return 0
+        num_saved = self._save(writer.sequence, num_checked) if num_checked else 0
+        self._pool.release(writer.blocks)
+        return num_saved
+
+    def _save(self, sequence: Sequence, num_checked: int) -> int:
+        """Enter the KV of a handoff that is over into the prefix cache; return of how many tokens.
+
+        Not before its writer has ended: from then on others may read these pages.
+        """
+        assert not self._table.is_present(sequence), f"request {sequence.request_id} still has its blocks"
+        num_before = sequence.num_inserted_blocks
+        sequence.num_computed = num_checked
+        self._prefix_cache.insert_all(sequence)
+        return (sequence.num_inserted_blocks - num_before) * self._pool.block_size
 
     def keep_local(self, request_id: RequestId) -> None:
         """See Engine.keep_local."""

@@ -2,22 +2,31 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from contracts.ids import BlockId, RequestId
 from engine.sequence import Sequence, Status
 
 
+@dataclass(frozen=True)
+class IncomingWriter:
+    """A transfer that may still write to `blocks`, those of its `sequence` that had no KV at first."""
+
+    sequence: Sequence
+    blocks: list[BlockId]
+
+
 class SequenceTable:
     """The sequences of the requests that are here.
 
-    `incoming_writers[request]`: the blocks that a transfer may still write to; it holds them beside the request, and
-    longer if the request goes first. `outgoing_readers[request]`: likewise, the blocks that a peer may still read while
+    `incoming_writers[request]`: who may still write to its blocks; it holds them beside the request, and longer if the
+    request goes first. `outgoing_readers[request]`: likewise, the blocks that a peer may still read while
     the request moves there.
     """
 
     def __init__(self) -> None:
         self._sequences: dict[RequestId, Sequence] = {}
-        self.incoming_writers: dict[RequestId, list[BlockId]] = {}
+        self.incoming_writers: dict[RequestId, IncomingWriter] = {}
         self.outgoing_readers: dict[RequestId, list[BlockId]] = {}
 
     def __getitem__(self, request_id: RequestId) -> Sequence:
@@ -50,6 +59,6 @@ class SequenceTable:
     def holds(self) -> Counter[int]:
         """Return how often each block is held by sequences, writers and readers."""
         holds = Counter(block for sequence in self for block in sequence.blocks)
-        for held in (self.incoming_writers, self.outgoing_readers):
-            holds.update(block for blocks in held.values() for block in blocks)
+        holds.update(block for writer in self.incoming_writers.values() for block in writer.blocks)
+        holds.update(block for blocks in self.outgoing_readers.values() for block in blocks)
         return holds

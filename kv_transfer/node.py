@@ -104,6 +104,11 @@ class TransferNode:
         """Return how pages may be sent and received, to be published before workers connect."""
         return capabilities_of(self._parts.terms)
 
+    @property
+    def checks_chunks(self) -> bool:
+        """Return whether chunks that arrive are compared with their checksums."""
+        return self._settings.checksum
+
     def start(self) -> None:
         self._listener.start()
 

@@ -339,3 +339,52 @@ def test_only_the_loss_of_the_very_writer_frees_what_it_may_write(incarnation, i
     assert side.engine.told("incoming_writer_ended") == []
     side.role.on_transfer(PeerDisconnected(P, Incarnation(incarnation), "gone", True), 2.0)
     assert len(side.engine.told("incoming_writer_ended")) == is_freed
+
+
+def landed(skip_tokens: int = 4) -> Side:
+    """A side to which two chunks of a handoff have come, up to token 12 of 20."""
+    side = Side(skip_tokens=skip_tokens)
+    side.begin("r", 20)
+    side.offer("r", 20)
+    side.land("r", 0, 4, 4)
+    side.land("r", 1, 8, 4)
+    return side
+
+
+GONE = PeerDisconnected(P, Incarnation("1"), "gone", True)
+OVER = [
+    ([GONE], 12),
+    ([MessageReceived(P, Abort(RequestId("r"), E, "cancelled", "why")), Drained(RequestId("r"), E)], 12),
+    ([MessageReceived(P, Abort(RequestId("r"), E, "cancelled", "why"))], 0),  # a writer may go on
+    ([PeerDisconnected(P, Incarnation("1"), "gone", False)], 0),
+]
+
+
+@pytest.mark.parametrize(("events", "num_saved"), OVER)
+def test_what_had_come_is_kept_once_no_writer_is_left(events, num_saved):
+    side = landed()
+    for event in events:
+        side.role.on_transfer(event, 2.0)
+    assert side.engine.num_saved == num_saved == side.role.counters()["kv_saved_tokens"]
+
+
+def test_of_a_broken_chunk_only_those_before_it_are_kept():
+    side = landed()
+    side.role.on_transfer(ChunkBad(P, side.header("r", 2, 12, 8), "checksum differs"), 2.0)
+    side.role.on_transfer(Drained(RequestId("r"), E), 2.0)
+    assert side.engine.num_saved == 12
+
+
+@pytest.mark.parametrize("tell", [lambda side: side.land("r", 3, 16, 4), lambda side: side.fin("r", 40)])
+def test_of_a_peer_that_contradicts_itself_nothing_is_kept(tell):
+    side = landed()
+    tell(side)
+    side.role.on_transfer(Drained(RequestId("r"), E), 2.0)
+    assert side.engine.num_saved == 0 and side.role.is_idle()
+
+
+def test_of_chunks_that_nobody_checked_nothing_is_kept():
+    side = landed()
+    side.node.checks_chunks = False
+    side.role.on_transfer(GONE, 2.0)
+    assert side.engine.num_saved == 0 and side.role.is_idle()

@@ -188,6 +188,38 @@ def test_pages_stay_taken_until_the_writer_has_ended(pair: Pair):
     engine.check()
 
 
+def test_what_came_of_a_handoff_that_broke_off_is_found_once_its_writer_has_ended(pair: Pair):
+    source, target = pair
+    prompt, asked = PROMPTS[3], greedy(6)
+    chunks, first = prefill(source, "a", prompt, asked)
+    land(source, target, chunks[:2], target.reserve(request("a", prompt, asked)))
+    target.release("a")
+    assert target.stats().num_cached_blocks == 0  # a writer might still write there
+    assert target.incoming_writer_ended("a", 93) == 80  # of 96 that came 93 are said to be checked: five whole blocks
+    assert target.incoming_writer_ended("a", 93) == 0
+    target.check()
+    assert target.stats().num_held == 0 and target.stats().num_cached_blocks == 5
+    rest = target.reserve(request("b", prompt, asked))
+    assert rest.skip_tokens == 80
+    land(source, target, chunks[1:], rest)
+    target.adopt("b", first[0])
+    target.incoming_writer_ended("b")
+    source.release("a")
+    alone = pair[0]
+    alone.submit(request("c", prompt, asked))
+    assert [first[0].token_id, *tokens_of(drain(target), "b")] == tokens_of(drain(alone), "c")
+
+
+def test_what_came_for_one_salt_is_not_found_by_another(pair: Pair):
+    target = pair[1]
+    asked = replace(request("a", PROMPTS[3], greedy()), cache_salt="one")
+    target.reserve(asked)
+    target.release("a")
+    assert target.incoming_writer_ended("a", 200) == 192
+    assert target.reserve(request("b", PROMPTS[3], greedy())).skip_tokens == 0
+    assert target.reserve(replace(asked, request_id="c")).skip_tokens == 192
+
+
 def test_generations_tell_a_page_of_now_from_one_of_then(pair: Pair):
     engine = pair[1]
     first = engine.reserve(request("a", PROMPTS[0], greedy()))

@@ -24,6 +24,7 @@ class Remembering:
 
     calls: list[tuple[str, tuple]] = field(default_factory=list)
     under_way: set[tuple] = field(default_factory=set)
+    checks_chunks: bool = True
 
     def knows(self, *attempt: Any) -> bool:
         """(peer, request, epoch) is `under_way`."""
@@ -46,10 +47,17 @@ class ScriptedEngine(Remembering):
     free: int = 100
     skip_tokens: int = 0
     num_arrived: int = 0
+    num_saved: int = 0
 
     def arrive(self) -> int:
         self.num_arrived += 1
         return self.num_arrived
+
+    def incoming_writer_ended(self, request_id: RequestId, num_checked: int = 0) -> int:
+        """Keep all that was checked."""
+        self.calls.append(("incoming_writer_ended", (request_id,)))
+        self.num_saved += num_checked
+        return num_checked
 
     def reserve(self, request: EngineRequest, arrival: int | None = None) -> Reservation:
         num_blocks = self.layout.num_blocks(len(request.token_ids))

@@ -114,8 +114,9 @@ class FakeEngine:
         assert first.token_id == expected_token(sequence.prompt, 0)
         sequence.state, sequence.num_out = "decoding", 1
 
-    def incoming_writer_ended(self, request_id: RequestId) -> None:
+    def incoming_writer_ended(self, request_id: RequestId, num_checked: int = 0) -> int:
         del self.writers[request_id]
+        return 0
 
     def release(self, request_id: RequestId) -> None:
         self.sequences.pop(request_id, None)
@@ -250,6 +251,7 @@ class FakeNode:
         self.transfer_rate = 0.0
         self.bad_paths: tuple[Incarnation, ...] = ()
         self.broken = ""
+        self.checks_chunks = True
         self._undrained: list[Drained] = []
         self.met: list[WorkerRef] = []
         network.nodes[me] = self

@@ -118,7 +118,7 @@ def test_the_names_that_dashboards_use_are_there(worker: RunningWorker) -> None:
         "kv_handoffs_received_waited",
         "chunks_bad",
     }
-    counters = prefill | decode | {"steps", "preemptions", "stale_messages", "quarantined"}
+    counters = prefill | decode | {"steps", "preemptions", "stale_messages", "quarantined", "kv_saved_tokens"}
     assert gauges | {"requests"} | {f"{name}_total" for name in counters} <= names
 
 

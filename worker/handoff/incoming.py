@@ -18,7 +18,7 @@ from engine.messages import Reservation
 from kv_transfer.events import ChunkBad, ChunkLanded, Drained, MessageReceived, PeerDisconnected, TransferEvent
 from kv_transfer.node import TransferNode
 from worker.core.attempt_table import AttemptTable
-from worker.core.role_handler import Attempt, AttemptId, attempt_key
+from worker.core.role_handler import Attempt, AttemptId
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class IncomingHandoff:
     """The KV of one sequence on its way from `peer`: `num_tokens` tokens, then the token to go on after.
 
     `next_token`: all tokens before it have arrived and are checked, since `landed_s` (monotonic). `has_waited`: the
-    peer was told that there are no pages yet.
+    peer was told that there are no pages yet. `is_contradictory`: the peer's messages did not fit each other.
     """
 
     attempt: Attempt
@@ -48,6 +48,7 @@ class IncomingHandoff:
     nbytes: int = 0
     landed_s: float = 0.0
     fin: Fin | None = None
+    is_contradictory: bool = False
 
     @property
     def id(self) -> AttemptId:
@@ -128,6 +129,8 @@ class IncomingHandoffs:
         self._over: dict[AttemptId, float] = {}  # aborted before the job came, or after its end
         self._draining: dict[AttemptId, IncomingHandoff] = {}  # pages that a writer may still touch
         self._quarantined: set[AttemptId] = set()  # pages of a writer that could not be fenced: lost until restart
+        self.num_saved_tokens = 0
+        """Tokens whose KV arrived before its handoff was given up, and is kept for the next attempt."""
 
     def begin(self, attempt: Attempt, peer: WorkerRef, num_tokens: int, now: float) -> bool:
         """Expect the first `num_tokens` tokens of a request; return False if the peer has ended it already."""
@@ -202,8 +205,8 @@ class IncomingHandoffs:
                 if handoff := self._open.get((header.request_id, header.epoch)):
                     self._fail(handoff, Corrupt(f"chunk {header.index} arrived broken: {reason}"))
             case Drained(request_id, epoch):
-                if self._draining.pop((request_id, epoch), None) is not None:
-                    self._engine.incoming_writer_ended(attempt_key(request_id, epoch))
+                if handoff := self._draining.pop((request_id, epoch), None):
+                    self._writer_ended(handoff)
             case PeerDisconnected():
                 self._on_peer_lost(event)
             case _:
@@ -258,7 +261,7 @@ class IncomingHandoffs:
         try:
             handoff.on_chunk(header, landed_s)
         except Corrupt as error:
-            self._fail(handoff, error)
+            self._refute(handoff, error)
             return
         self._check_complete(handoff)
 
@@ -275,7 +278,7 @@ class IncomingHandoffs:
         if handoff.is_complete:
             self._commit(handoff)
         elif reason := handoff.contradiction(self._engine.layout.block_size):
-            self._fail(handoff, Corrupt(reason))
+            self._refute(handoff, Corrupt(reason))
 
     def _commit(self, handoff: IncomingHandoff) -> None:
         assert handoff.fin is not None
@@ -318,22 +321,38 @@ class IncomingHandoffs:
             self._release(handoff)
             error = PeerLost(f"prefill worker {lost.peer_id} was lost during the handoff: {lost.error}")
             self._owner.on_failed(handoff, error)
-        for attempt_id in [handoff.id for handoff in self._draining.values() if handoff.was_lost_with(lost)]:
-            del self._draining[attempt_id]
+        for handoff in [each for each in self._draining.values() if each.was_lost_with(lost)]:
+            del self._draining[handoff.id]
             if lost.fenced:
-                self._engine.incoming_writer_ended(attempt_key(*attempt_id))
+                self._writer_ended(handoff)
             else:
-                log.error("attempt %s: its writer could not be fenced; its pages stay out of use", attempt_id)
-                self._quarantined.add(attempt_id)
+                log.error("attempt %s: its writer could not be fenced; its pages stay out of use", handoff.id)
+                self._quarantined.add(handoff.id)
 
     def _refuse_early(self, attempt_id: AttemptId, reason: str) -> None:
         peer_id, _, _ = self._early.pop(attempt_id)
         request_id, epoch = attempt_id
         self._node.refuse(peer_id, Refuse(request_id=request_id, epoch=epoch, code="unavailable", reason=reason))
 
+    def _refute(self, handoff: IncomingHandoff, error: Corrupt) -> None:
+        handoff.is_contradictory = True
+        self._fail(handoff, error)
+
     def _fail(self, handoff: IncomingHandoff, error: TandemError) -> None:
         self.abort(handoff, error.code, str(error))
         self._owner.on_failed(handoff, error)
+
+    def _writer_ended(self, handoff: IncomingHandoff) -> None:
+        """Drop the writer's hold on the pages of a handoff that was given up.
+
+        What had arrived by then stays, for the next attempt to move only the rest: each chunk was checked, in order
+        from the first token on. A peer that contradicted itself is not believed in what it sent before, either.
+        """
+        num_checked = handoff.next_token if self._node.checks_chunks and not handoff.is_contradictory else 0
+        num_saved = self._engine.incoming_writer_ended(handoff.attempt.key, num_checked)
+        if num_saved:
+            self.num_saved_tokens += num_saved
+            log.info("attempt %s: the KV of %d tokens had arrived, and is kept", handoff.id, num_saved)
 
     def _release(self, handoff: IncomingHandoff) -> None:
         """Drop the request's hold now; the writer's goes when the node proves that it has ended."""
