@@ -15,8 +15,10 @@ ATTENTION_TOKENS = 16384
 
 A rough figure is enough: it makes later blocks dearer, and sets no deadline.
 """
-MAX_WAIT_SHARE = 1.1
-"""A load is given up once it took so much of the time that computing would have taken."""
+MAX_DELAY_SHARE = 0.1
+"""A load may delay a first token by so much of what computing the whole prompt takes."""
+MAX_BATCH = 8
+"""The most blocks that are read at once: so many are lost at most when a load is given up."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +58,6 @@ class LoadPlan:
     def num_blocks(self) -> int:
         return self.parts[-1].last if self.parts else 0
 
-    @property
-    def limit_s(self) -> float:
-        """Return how long the load may take at most."""
-        return MAX_WAIT_SHARE * self.compute_s
-
 
 NOTHING = LoadPlan((), 0.0, 0.0)
 
@@ -69,6 +66,35 @@ def compute_seconds(first_token: int, num_tokens: int, tokens_per_s: float) -> f
     """Return how long the KV of these tokens takes to compute; each later one attends to one more."""
     middle = first_token + num_tokens / 2
     return num_tokens / tokens_per_s * (1 + middle / ATTENTION_TOKENS)
+
+
+@dataclass(frozen=True)
+class LoadBudget:
+    """The time that a load of the blocks from `first_token` on may take, for a prompt of `num_tokens`.
+
+    It grows by what computing the loaded blocks would have taken, so that a load which falls behind ends early: what is
+    missing then is computed, and loading and computing together take at most MAX_DELAY_SHARE longer than computing all.
+    """
+
+    first_token: int
+    num_tokens: int
+    block_size: int
+    tokens_per_s: float
+
+    @property
+    def slack_s(self) -> float:
+        """Return how far a load may be behind computing, in seconds."""
+        return MAX_DELAY_SHARE * compute_seconds(
+            self.first_token, self.num_tokens - self.first_token, self.tokens_per_s
+        )
+
+    def limit_s(self, num_loaded: int) -> float:
+        """Return after how many seconds a load is given up that has filled so many blocks."""
+        return self.slack_s + compute_seconds(self.first_token, num_loaded * self.block_size, self.tokens_per_s)
+
+    def blocks_per_batch(self, block_s: float) -> int:
+        """Return how many blocks to read at once, where each takes `block_s`: a batch uses half of the slack."""
+        return max(1, min(MAX_BATCH, int(self.slack_s / 2 / block_s)))
 
 
 def plan_load(offers: Iterable[TierOffer], first_token: int, block_size: int, tokens_per_s: float) -> LoadPlan:
@@ -94,7 +120,7 @@ def plan_load(offers: Iterable[TierOffer], first_token: int, block_size: int, to
 
 
 class TierRate:
-    """How fast a tier gives blocks: a mean over its loads, the latest of most weight.
+    """How fast a tier gives blocks: means over its answers, the latest of most weight.
 
     A tier that is passed over is thought a little faster each time, so that it is tried again after a bad spell.
     """
@@ -103,7 +129,7 @@ class TierRate:
     OPTIMISM = 1.02
 
     def __init__(self, nbytes_per_s: float, latency_s: float) -> None:
-        self._best = nbytes_per_s
+        self._best, self._least_s = nbytes_per_s, latency_s
         self.nbytes_per_s, self.latency_s = nbytes_per_s, latency_s
 
     def add(self, nbytes: int, seconds: float) -> None:
@@ -112,8 +138,14 @@ class TierRate:
             self.nbytes_per_s += self.WEIGHT * (nbytes / seconds - self.nbytes_per_s)
             self._best = max(self._best, self.nbytes_per_s)
 
+    def add_lookup(self, seconds: float) -> None:
+        """Count how long the tier took to say what it holds."""
+        self.latency_s += self.WEIGHT * (seconds - self.latency_s)
+        self._least_s = min(self._least_s, self.latency_s)
+
     def passed_over(self) -> None:
         self.nbytes_per_s = min(self._best, self.nbytes_per_s * self.OPTIMISM)
+        self.latency_s = max(self._least_s, self.latency_s / self.OPTIMISM)
 
 
 @dataclass(frozen=True)
@@ -121,11 +153,12 @@ class PrefixLoad:
     """A sequence that has its pages, and whose prefix may be in lower tiers.
 
     `digests` and `blocks`, of equal length, are those behind its prefix hit, from `first_token` on; `parent` is the
-    digest before them, None at the prompt's start.
+    digest before them, None at the prompt's start. `num_tokens`: of the prompt.
     """
 
     request_id: RequestId
     first_token: int
+    num_tokens: int
     parent: bytes | None
     digests: Sequence[bytes]
     blocks: Sequence[int]
@@ -152,7 +185,7 @@ class LowerTiers(Protocol):
     def finished(self) -> list[tuple[RequestId, int]]:
         """Return the loads that have ended, each once, with how many of their first blocks hold their KV now.
 
-        Nothing is written to their pages any more. A load ends by its deadline, whatever happens.
+        Nothing is written to their pages any more. A load ends within its LoadBudget, whatever happens.
         """
         ...
 

@@ -280,6 +280,7 @@ class Scheduler:
         load = PrefixLoad(
             request_id=sequence.request_id,
             first_token=first * size,
+            num_tokens=len(sequence.tokens),
             parent=digests[first - 1] if first else None,
             digests=digests[first:last],
             blocks=sequence.blocks[first:last],

@@ -174,12 +174,13 @@ class DiskTier:
                 told_s = self._clock()
                 _log.info("KV on disk: %d blocks found in %s so far", len(found), self._files.folder)
         found.sort(key=lambda record: (not self._files.is_foreign(record.place), record.used_at_s, record.key))
-        with self._lock:
-            for record in found:
-                self._places[record.key] = record.place
-                gone = self._policy.add(record.key, record.nbytes, record.worth)
-                self._remove_files([self._places.pop(key) for key in gone])
-            self._num_foreign = sum(map(self._files.is_foreign, self._places.values()))
+        too_much: list[str] = []
+        for record in found:  # nobody else looks before it is indexed
+            self._places[record.key] = record.place
+            gone = self._policy.add(record.key, record.nbytes, record.worth)
+            too_much += [self._places.pop(key) for key in gone]
+        self._num_foreign = sum(map(self._files.is_foreign, [*self._places.values(), *too_much]))
+        self._remove_files(too_much)
         if self._num_foreign:
             _log.warning(
                 "KV on disk: %d blocks in %s are of another model, number format or block size; they are not used, "

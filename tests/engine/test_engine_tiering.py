@@ -3,7 +3,16 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.cache.load_plan import LoadPart, TierOffer, TierRate, compute_seconds, plan_load
+from engine.cache.load_plan import (
+    MAX_BATCH,
+    MAX_DELAY_SHARE,
+    LoadBudget,
+    LoadPart,
+    TierOffer,
+    TierRate,
+    compute_seconds,
+    plan_load,
+)
 
 RATE = 1000.0
 """Tokens computed per second: a block of 16 takes 16 ms."""
@@ -15,14 +24,14 @@ def test_loads_each_block_from_the_fastest_tier_that_holds_it():
     assert plan.parts == (LoadPart("host", 0, 4), LoadPart("disk", 4, 10))
     assert plan.num_blocks == 10
     assert abs(plan.load_s - (4 * 0.0001 + 0.001 + 6 * 0.002)) < 1e-12
-    assert plan.limit_s == 1.1 * compute_seconds(0, 160, RATE)
+    assert plan.compute_s == compute_seconds(0, 160, RATE)
 
 
 def test_computes_what_a_slow_tier_would_take_longer_for():
     offers = [TierOffer("host", 4, 0.0, 0.0001), TierOffer("store", 10, 0.0, 0.05)]
     assert plan_load(offers, 0, 16, RATE).parts == (LoadPart("host", 0, 4),)
     assert plan_load(offers[1:], 0, 16, RATE).parts == ()
-    assert plan_load([], 0, 16, RATE).limit_s == 0.0
+    assert plan_load([], 0, 16, RATE).num_blocks == 0
 
 
 def test_a_short_prefix_does_not_pay_a_long_latency():
@@ -58,3 +67,33 @@ def test_a_tier_is_tried_again_after_a_bad_spell():
     for _ in range(500):
         rate.passed_over()
     assert rate.nbytes_per_s == 1e9
+
+
+@given(st.integers(0, 4000), st.integers(1, 4000), st.floats(1.0, 1e5), st.data())
+def test_loading_and_computing_the_rest_take_a_tenth_longer_than_computing_at_most(
+    first_token: int, num_new: int, rate: float, data: st.DataObject
+):
+    """Whenever a load is given up: at its limit, with any number of blocks."""
+    budget = LoadBudget(first_token, first_token + num_new, 16, rate)
+    num_loaded = data.draw(st.integers(0, num_new // 16))
+    whole_s = compute_seconds(first_token, num_new, rate)
+    rest_s = compute_seconds(first_token + num_loaded * 16, num_new - num_loaded * 16, rate)
+    assert budget.limit_s(num_loaded) + rest_s <= (1 + MAX_DELAY_SHARE) * whole_s * (1 + 1e-9)
+
+
+@given(st.floats(1e-7, 10.0), st.integers(16, 4000))
+def test_a_batch_takes_half_the_slack_or_is_one_block(block_s: float, num_tokens: int):
+    budget = LoadBudget(0, num_tokens, 16, RATE)
+    size = budget.blocks_per_batch(block_s)
+    assert 1 <= size <= MAX_BATCH
+    assert size == 1 or size * block_s <= budget.slack_s / 2
+
+
+def test_a_tier_whose_answers_became_late_is_asked_again_after_a_while():
+    rate = TierRate(1e9, 0.002)
+    for _ in range(5):
+        rate.add_lookup(0.5)
+    assert rate.latency_s > 0.3
+    for _ in range(500):
+        rate.passed_over()
+    assert rate.latency_s == 0.002

@@ -53,6 +53,7 @@ class EngineCore(StepObserver):
         self._status = StatusReporter(engine, node, attempts, roles)
         self._stopping = self._is_stuck = False
         self._next_tick_s = 0.0
+        self._tiers: KVTiers | None = None
 
     @property
     def prefill_rate(self) -> float:
@@ -62,7 +63,7 @@ class EngineCore(StepObserver):
     def use_tiers(self, tiers: KVTiers) -> None:
         """Keep KV in tiers below the pool as well, and load it from there."""
         self._engine.use_lower_tiers(tiers)
-        self._status.tiers = tiers
+        self._tiers = self._status.tiers = tiers
 
     def run(self) -> None:
         """Run until the front sends Stop. Raises FrontDisconnected when the front is gone."""
@@ -82,8 +83,13 @@ class EngineCore(StepObserver):
 
     def _poll_timeout_s(self) -> float:
         if self._engine.has_work():
-            return IDLE_WAIT_S if self._is_stuck else self._launch_slack_s()
+            return self._stuck_timeout_s() if self._is_stuck else self._launch_slack_s()
         return ALERT_WAIT_S if self._engine.has_reserved else IDLE_WAIT_S
+
+    def _stuck_timeout_s(self) -> float:
+        """Return how long an engine that can't go on waits: a load from lower tiers is given up on time."""
+        deadline_s = None if self._tiers is None else self._tiers.seconds_to_deadline()
+        return IDLE_WAIT_S if deadline_s is None else min(deadline_s, IDLE_WAIT_S)
 
     def _launch_slack_s(self) -> float:
         """Return how many seconds a launch may wait for a reserved handoff to join the next batch."""

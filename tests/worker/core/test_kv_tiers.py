@@ -9,27 +9,19 @@ import numpy as np
 import pytest
 
 from contracts.kv_store import BlockKey, BlockWorth, KVStore
-from contracts.sampling import SamplingParams
 from engine.cache.load_plan import NewBlock
 from engine.engine import Engine
 from engine.loader import load_engine
 from engine.messages import StepOutput
 from kv_transfer.chunks.block_record import max_record_nbytes
-from kv_transfer.tiers.disk import DiskTier
 from kv_transfer.tiers.host_memory import HostMemoryTier
 from kv_transfer.tiers.remote_store import open_remote_store
-from tests.engine.driving import drain, greedy, random_prompts, request, settings, tokens_of
-from tests.engine.tiny_models import VOCAB, save_tiny
-from tests.waiting import until
+from tests.engine.driving import drain, greedy, request, settings, tokens_of
+from tests.engine.tiny_models import save_tiny
+from tests.worker.core.tier_rig import PROMPTS, answer, cached_tokens, disk, host, join, settled, small_engine
 from worker.core.kv_tiers import KVTiers
 
 pytestmark = pytest.mark.slow
-
-POOL_BLOCKS = 12
-"""The pool holds one conversation: another one evicts it."""
-PROMPTS = random_prompts(VOCAB, (97, 113, 120, 90))
-SLOW = 100.0
-"""Tokens a second that computing is said to take, so that loading always pays."""
 
 
 @pytest.fixture(scope="module")
@@ -37,45 +29,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
     save_tiny(path, "llama")
     return path
-
-
-def small_engine(folder: Path) -> Engine:
-    engine = load_engine(settings(model=str(folder)))
-    nbytes = POOL_BLOCKS * engine.layout.block_nbytes
-    engine.close()
-    return load_engine(settings(model=str(folder), kv_cache_nbytes=nbytes))
-
-
-def join(engine: Engine, *tiers: KVStore, tokens_per_s: float = SLOW) -> KVTiers:
-    joined = KVTiers(
-        tiers, engine.layout, engine.pool_bytes, engine.pool.generations, lambda: tokens_per_s, lambda: None
-    )
-    engine.use_lower_tiers(joined)
-    return joined
-
-
-def host(engine: Engine) -> HostMemoryTier:
-    nbytes = max_record_nbytes(engine.layout)
-    return HostMemoryTier(200 * nbytes, nbytes)
-
-
-def disk(engine: Engine, folder: Path) -> DiskTier:
-    tier = DiskTier(folder, engine.layout.shared_id.hex(), 1 << 30)
-    assert tier.wait_until_indexed(30)
-    return tier
-
-
-def answer(engine: Engine, prompt: Sequence[int], name: str, sampling: SamplingParams | None = None) -> list[int]:
-    engine.submit(request(name, prompt, sampling or greedy()))
-    return tokens_of(drain(engine, 20_000), name)
-
-
-def cached_tokens(engine: Engine, prompt: Sequence[int], name: str) -> tuple[int, list[int]]:
-    """Return how much of the prompt was not computed, and the answer."""
-    engine.submit(request(name, prompt, greedy()))
-    outputs = drain(engine, 20_000)
-    (started,) = [start for output in outputs for start in output.started if start.request_id == name]
-    return started.cached_tokens, tokens_of(outputs, name)
 
 
 @pytest.fixture(scope="module")
@@ -95,10 +48,6 @@ def joined(request: pytest.FixtureRequest, folder: Path, tmp_path: Path) -> Iter
     tiers = join(engine, make[request.param]())
     yield engine, tiers
     tiers.close()
-
-
-def settled(tiers: KVTiers) -> None:
-    until(lambda: tiers.is_idle)
 
 
 def test_prompts_that_the_pool_evicted_come_back_with_equal_tokens(joined: tuple[Engine, KVTiers], expected: list):

@@ -1,0 +1,77 @@
+"""A small engine with tiers below it. Not a test."""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from contracts.kv_store import KVStore
+from contracts.sampling import SamplingParams
+from engine.engine import Engine
+from engine.loader import load_engine
+from kv_transfer.chunks.block_record import max_record_nbytes
+from kv_transfer.tiers.disk import DiskTier
+from kv_transfer.tiers.host_memory import HostMemoryTier
+from tests.engine.driving import drain, greedy, random_prompts, request, settings, tokens_of
+from tests.engine.tiny_models import VOCAB
+from tests.waiting import until
+from worker.core.kv_tiers import KVTiers
+
+POOL_BLOCKS = 12
+"""The pool holds one conversation: another one evicts it."""
+PROMPTS = random_prompts(VOCAB, (97, 113, 120, 90))
+SLOW = 100.0
+"""Tokens a second that computing is said to take, so that loading always pays."""
+
+
+def small_engine(folder: Path) -> Engine:
+    engine = load_engine(settings(model=str(folder)))
+    nbytes = POOL_BLOCKS * engine.layout.block_nbytes
+    engine.close()
+    return load_engine(settings(model=str(folder), kv_cache_nbytes=nbytes))
+
+
+class Clock:
+    """A clock that a test turns: how long a load may take is then no matter of how busy the machine is."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def join(
+    engine: Engine, *tiers: KVStore, tokens_per_s: float = SLOW, clock: Callable[[], float] = time.monotonic
+) -> KVTiers:
+    joined = KVTiers(
+        tiers, engine.layout, engine.pool_bytes, engine.pool.generations, lambda: tokens_per_s, lambda: None, clock
+    )
+    engine.use_lower_tiers(joined)
+    return joined
+
+
+def host(engine: Engine) -> HostMemoryTier:
+    nbytes = max_record_nbytes(engine.layout)
+    return HostMemoryTier(200 * nbytes, nbytes)
+
+
+def disk(engine: Engine, folder: Path) -> DiskTier:
+    tier = DiskTier(folder, engine.layout.shared_id.hex(), 1 << 30)
+    assert tier.wait_until_indexed(30)
+    return tier
+
+
+def answer(engine: Engine, prompt: Sequence[int], name: str, sampling: SamplingParams | None = None) -> list[int]:
+    engine.submit(request(name, prompt, sampling or greedy()))
+    return tokens_of(drain(engine, 20_000), name)
+
+
+def cached_tokens(engine: Engine, prompt: Sequence[int], name: str) -> tuple[int, list[int]]:
+    """Return how much of the prompt was not computed, and the answer."""
+    engine.submit(request(name, prompt, greedy()))
+    outputs = drain(engine, 20_000)
+    (started,) = [start for output in outputs for start in output.started if start.request_id == name]
+    return started.cached_tokens, tokens_of(outputs, name)
+
+
+def settled(tiers: KVTiers) -> None:
+    until(lambda: tiers.is_idle)

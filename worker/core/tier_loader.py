@@ -1,0 +1,219 @@
+"""The way of blocks up: one tier's own threads read its records, verify them, and fill pages."""
+
+import logging
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from contracts.errors import Corrupt, LayoutMismatch
+from contracts.kv_store import BlockKey, KVStore
+from contracts.layout import KVLayout
+from engine.cache.load_plan import MAX_BATCH, LoadBudget, PrefixLoad, TierOffer, TierRate, plan_load
+from kv_transfer.chunks.block_record import RAW, max_record_nbytes, verify
+from worker.core.tier_writer import join
+
+NUM_THREADS = 2
+"""The loads that one tier serves at once."""
+PROBE_PERIOD_S = 1.0
+"""How often a store that is off may be asked whether it is back."""
+FIRST_GUESSES = {"host": (4e9, 0.0), "disk": (1e9, 0.001), "store": (2e8, 0.002)}
+"""Bytes per second, and seconds before the first, until they are measured."""
+_PROBE = BlockKey(bytes(16))
+_log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class BlockLoad:
+    """A load under way. `lock` is held while a page is written, and while `is_over` is set.
+
+    `asked`: the tiers that were asked, in order; the last has it now.
+    """
+
+    wanted: PrefixLoad
+    keys: list[BlockKey]
+    budget: LoadBudget
+    start_s: float
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    asked: list[str] = field(default_factory=list)
+    num_done: int = 0
+    is_over: bool = False
+
+    @property
+    def deadline_s(self) -> float:
+        """Return when it is given up, unless it has come further by then."""
+        return self.start_s + self.budget.limit_s(self.num_done)
+
+    @property
+    def next_token(self) -> int:
+        return self.wanted.first_token + self.num_done * self.budget.block_size
+
+    @property
+    def missing_keys(self) -> list[BlockKey]:
+        return self.keys[self.num_done :]
+
+    def stop(self) -> None:
+        """Let nothing be written to its pages once this returns."""
+        with self.lock:
+            self.is_over = True
+
+
+class TierLoader:
+    """The threads that serve loads from one tier, and what they learn about its speed.
+
+    A tier has its own threads, so that one that hangs keeps no other waiting. `pass_on` gets each load that the tier
+    has done what it can for.
+    """
+
+    def __init__(
+        self,
+        tier: KVStore,
+        layout: KVLayout,
+        pages: np.ndarray,
+        pass_on: Callable[[BlockLoad], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self.tier, self.rate = tier, TierRate(*FIRST_GUESSES[tier.name])
+        self._layout, self._pages, self._pass_on, self._clock = layout, pages, pass_on, clock
+        self._record_nbytes = max_record_nbytes(layout)
+        self._queue: queue.SimpleQueue[tuple[BlockLoad, int] | None] = queue.SimpleQueue()
+        self._current: dict[int, BlockLoad] = {}
+        self._counts = Counter(dict.fromkeys(("given_up_loads", "refused_blocks"), 0))
+        self._named: set[str] = set()
+        self._is_late = False
+        self._threads = [
+            threading.Thread(target=self._run, args=[index], name=f"kv-{tier.name}-load-{index}", daemon=True)
+            for index in range(NUM_THREADS)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def can_load(self) -> bool:
+        """Return whether the tier is on, and not all its threads hang in loads that were given up."""
+        current = list(self._current.values())
+        return self.tier.is_on and not (len(current) == NUM_THREADS and all(load.is_over for load in current))
+
+    def offer(self, num_held: int) -> TierOffer:
+        """Return what a plan needs to know of a tier that holds so many blocks."""
+        return TierOffer(self.tier.name, num_held, self.rate.latency_s, self._record_nbytes / self.rate.nbytes_per_s)
+
+    def may_pay(self, load: BlockLoad) -> bool:
+        """Return whether to ask a tier that takes a while to say what it holds."""
+        if not self.can_load:
+            return False
+        may_pay = self._clock() + self.rate.latency_s < load.deadline_s
+        if not may_pay:
+            self.rate.passed_over()
+        return may_pay
+
+    def put(self, load: BlockLoad, last: int) -> None:
+        """Queue a load, of the blocks before `last`; a tier that is not local finds out itself what it holds."""
+        load.asked.append(self.tier.name)
+        self._queue.put((load, last))
+
+    def gave_up(self, load: BlockLoad) -> None:
+        """Count a load that fell behind computing here."""
+        self._counts["given_up_loads"] += 1
+        if not self._is_late:
+            self._is_late = True
+            _log.warning(
+                "KV from the %s tier comes slower than computing it: request %s has %d of %d blocks after %.3f s, and "
+                "computes the others; this is told again once the tier was fast",
+                self.tier.name, load.wanted.request_id, load.num_done, len(load.keys), self._clock() - load.start_s,
+            )  # fmt: skip
+
+    def counters(self) -> dict[str, float]:
+        """Return what counts up, by metric names without a prefix."""
+        return {name: float(value) for name, value in sorted(self._counts.items())}
+
+    def close(self) -> None:
+        for _ in self._threads:
+            self._queue.put(None)
+        for thread in self._threads:
+            join(thread)
+
+    # The threads.
+
+    def _run(self, index: int) -> None:
+        into: list[memoryview] = []
+        if not self.tier.is_local:
+            self.tier.lookup([_PROBE])  # connects, which takes longer than the first prompt may wait
+        while (item := self._next()) is not None:
+            load, last = item
+            self._current[index] = load
+            if not load.is_over:
+                into = into or [memoryview(bytearray(self._record_nbytes)) for _ in range(MAX_BATCH)]
+                num_before = load.num_done
+                self._load(load, last, into)
+                self._is_late = self._is_late and (load.is_over or load.num_done == num_before)
+            del self._current[index]
+            self._pass_on(load)
+
+    def _next(self) -> tuple[BlockLoad, int] | None:
+        """Wait for a load; a store that is off is asked meanwhile, for nobody else asks it then."""
+        while True:
+            try:
+                return self._queue.get(timeout=None if self.tier.is_local else PROBE_PERIOD_S)
+            except queue.Empty:
+                if not self.tier.is_on:
+                    self.tier.lookup([_PROBE])
+
+    def _load(self, load: BlockLoad, last: int, into: Sequence[memoryview]) -> None:
+        """Load the blocks before `last`, as far as they are here, right, and in time."""
+        if not self.tier.is_local:
+            last = self._find(load)
+        first = load.num_done
+        size = load.budget.blocks_per_batch(self._record_nbytes / self.rate.nbytes_per_s)
+        for start in range(first, last, size):
+            if load.is_over or not self._load_batch(load, start, min(start + size, last), into):
+                return
+
+    def _find(self, load: BlockLoad) -> int:
+        """Return before which block to load from a tier that has to be asked."""
+        start_s = time.perf_counter()
+        num_held = self.tier.lookup(load.missing_keys)
+        self.rate.add_lookup(time.perf_counter() - start_s)
+        budget = load.budget
+        plan = plan_load([self.offer(num_held)], load.next_token, budget.block_size, budget.tokens_per_s)
+        if num_held and not plan.parts:
+            self.rate.passed_over()
+        return load.num_done + plan.num_blocks
+
+    def _load_batch(self, load: BlockLoad, first: int, last: int, into: Sequence[memoryview]) -> bool:
+        """Load blocks `[first, last)`; returns whether all of them are in their pages."""
+        keys, start_s = load.keys[first:last], time.perf_counter()
+        sizes = self.tier.load(keys, into[: len(keys)])
+        self.rate.add(sum(sizes), time.perf_counter() - start_s)
+        for index, nbytes in enumerate(sizes):
+            payload = self._verified(into[index][:nbytes], keys[index])
+            if payload is None:
+                return False
+            with load.lock:
+                if load.is_over:
+                    return False
+                block = load.wanted.blocks[first + index]
+                self._pages[:, block] = payload.reshape(self._pages.shape[0], self._pages.shape[2])
+                load.num_done = first + index + 1
+        return len(sizes) == len(keys)
+
+    def _verified(self, record: memoryview, key: BlockKey) -> np.ndarray | None:
+        """Return the bytes of a block, or None for a record that is not to be believed, which is evicted."""
+        try:
+            block = verify(record, key, self._layout)
+            if block.facts.codec == RAW:
+                return block.payload
+            reason = f"codec is {block.facts.codec!r}, which this worker does not read"
+        except (Corrupt, LayoutMismatch) as error:
+            reason = str(error)
+        field_name = reason.split(" ", 1)[0]
+        self._counts["refused_blocks"] += 1
+        if field_name not in self._named:
+            self._named.add(field_name)
+            _log.warning("KV from the %s tier is refused and forgotten: %s", self.tier.name, reason)
+        self.tier.evict([key])
+        return None

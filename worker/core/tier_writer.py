@@ -1,0 +1,146 @@
+"""The way of new blocks down: out of the pool, into records, to each tier by a thread of its own."""
+
+import logging
+import queue
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from contracts.kv_store import BlockKey, BlockWorth, KVStore
+from contracts.layout import KVLayout
+from engine.cache.load_plan import NewBlock
+from kv_transfer.chunks.block_record import begin_record, facts_of, max_record_nbytes, seal_record
+
+MAX_NEW_BLOCKS = 4096
+MAX_QUEUED_NBYTES = 256 << 20
+"""Records that wait for one tier, in bytes; what comes when it is full is dropped."""
+CLOSE_TIMEOUT_S = 5.0
+"""How long the end of a worker waits for a tier that does not answer."""
+_log = logging.getLogger(__name__)
+
+
+class TierWriter:
+    """The queue of records for one tier, and the thread that keeps them."""
+
+    def __init__(self, tier: KVStore) -> None:
+        self.tier = tier
+        self.num_dropped = 0
+        self._queue: queue.SimpleQueue[tuple[BlockKey, bytes, BlockWorth] | None] = queue.SimpleQueue()
+        self._nbytes = 0
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name=f"kv-{tier.name}-write", daemon=True)
+        self._thread.start()
+
+    def put(self, key: BlockKey, record: memoryview, worth: BlockWorth) -> None:
+        """Queue a copy of a record, or drop it."""
+        with self._lock:
+            if self._nbytes + len(record) > MAX_QUEUED_NBYTES:
+                self.num_dropped += 1
+                return
+            self._nbytes += len(record)
+        self._queue.put((key, bytes(record), worth))
+
+    def close(self) -> None:
+        """End after what is being kept, or without it after CLOSE_TIMEOUT_S; what waits is dropped."""
+        self._queue.put(None)
+        with self._lock:
+            self._nbytes = MAX_QUEUED_NBYTES
+        join(self._thread)
+
+    @property
+    def is_idle(self) -> bool:
+        return self._nbytes == 0
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            key, record, worth = item
+            if self.tier.is_local or not self.tier.lookup([key]):  # another worker may have sent it
+                self.tier.store(key, memoryview(record), worth)
+            with self._lock:
+                self._nbytes -= len(record)
+
+
+class BlockSaver:
+    """The thread that copies new blocks out of the pool.
+
+    A copy counts if the block's generation says afterwards that it was there all the time. `pages` and `generations`:
+    see KVTiers. `key_of` and `compute_s` return the key of a digest, and the seconds that the block at a token takes.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[KVStore],
+        layout: KVLayout,
+        pages: np.ndarray,
+        generations: Sequence[int],
+        key_of: Callable[[bytes], BlockKey],
+        compute_s: Callable[[int], float],
+    ) -> None:
+        self._layout, self._pages, self._generations = layout, pages, generations
+        self._key_of, self._compute_s = key_of, compute_s
+        self._counts = Counter(dict.fromkeys(("dropped_blocks", "overwritten_blocks"), 0))
+        self._writers = [TierWriter(tier) for tier in tiers]
+        self._new: queue.Queue[NewBlock | None] = queue.Queue(MAX_NEW_BLOCKS)
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="kv-copy-out", daemon=True)
+        self._thread.start()
+
+    def offer(self, block: NewBlock) -> None:
+        """Queue a block to be copied out, or drop it."""
+        try:
+            self._new.put_nowait(block)
+        except queue.Full:
+            self._counts["dropped_blocks"] += 1
+
+    @property
+    def is_idle(self) -> bool:
+        """Return whether all that was offered is kept or dropped."""
+        return self._new.unfinished_tasks == 0 and all(writer.is_idle for writer in self._writers)
+
+    def counters(self) -> dict[str, float]:
+        """Return what counts up, by metric names without `kv_`."""
+        dropped = {f"{writer.tier.name}_dropped_blocks": float(writer.num_dropped) for writer in self._writers}
+        return dropped | {name: float(value) for name, value in sorted(self._counts.items())}
+
+    def close(self) -> None:
+        """End the threads; nothing is read from the pool any more."""
+        self._is_closed = True
+        self._new.put(None)
+        join(self._thread)
+        for writer in self._writers:
+            writer.close()
+
+    def _run(self) -> None:
+        buffer = memoryview(bytearray(max_record_nbytes(self._layout)))
+        while (block := self._new.get()) is not None:
+            if not self._is_closed:
+                self._save(block, buffer)
+            self._new.task_done()
+
+    def _save(self, block: NewBlock, buffer: memoryview) -> None:
+        """Copy a block out of the pool for the tiers that do not have it, unless it is being overwritten."""
+        key = self._key_of(block.digest)
+        writers = [w for w in self._writers if w.tier.is_on and not (w.tier.is_local and w.tier.lookup([key]))]
+        if not writers:
+            return
+        nbytes = self._layout.block_nbytes
+        facts = facts_of(key, self._layout, raw_nbytes=nbytes, stored_nbytes=nbytes)
+        payload = begin_record(facts, buffer).reshape(self._pages.shape[0], self._pages.shape[2])
+        payload[:] = self._pages[:, block.block]
+        if self._generations[block.block] != block.generation:
+            self._counts["overwritten_blocks"] += 1  # before or while it was copied
+            return
+        record = seal_record(facts, buffer)
+        parent = None if block.parent is None else self._key_of(block.parent)
+        worth = BlockWorth(compute_s=self._compute_s(block.first_token), parent=parent)
+        for writer in writers:
+            writer.put(key, record, worth)
+
+
+def join(thread: threading.Thread) -> None:
+    """Wait for a thread's end, at most CLOSE_TIMEOUT_S: one that waits for a dead disk may have none."""
+    thread.join(CLOSE_TIMEOUT_S)
+    if thread.is_alive():
+        _log.warning("%s does not end: its tier does not answer; it ends with the process", thread.name)
