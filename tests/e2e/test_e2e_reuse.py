@@ -1,0 +1,59 @@
+"""The next turn of a conversation finds the answer before it, whose KV decode computed, and says the same."""
+
+import asyncio
+import random
+from pathlib import Path
+
+import pytest
+
+from bench.load.client import session
+from bench.system.local_system import System, running
+from tests.waiting import until
+
+pytestmark = pytest.mark.slow
+
+BLOCK = 16
+MAX_TOKENS = 100
+FIRST = random.Random(3).choices(range(1000, 4000), k=300)
+NEXT = random.Random(4).choices(range(1000, 4000), k=20)
+ONE_THREAD = {"TANDEM_NUM_THREADS": "1", "TANDEM_KV_CACHE_MIB": "512"}
+FLOAT32 = ("--dtype", "float32")
+
+
+async def ask(system: System, prompt: list[int]) -> tuple[list[int], int]:
+    """Return the greedy answer's tokens, and how many of the prompt's were not computed."""
+    body = {"model": system.model(), "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True}
+    body |= {"return_token_ids": True}
+    async with session() as http, http.post(f"{system.url}/v1/completions", json=body) as response:
+        reply = await response.json()
+        assert response.status == 200, reply
+    cached = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return reply["choices"][0]["token_ids"], cached
+
+
+def turns(system: System, between=lambda: None) -> list[tuple[list[int], int]]:
+    """Return two turns of a conversation, the second of which begins with all of the first."""
+    first = asyncio.run(ask(system, FIRST))
+    between()
+    return [first, asyncio.run(ask(system, [*FIRST, *first[0], *NEXT]))]
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[list[int]]:
+    """Return what one worker that computes all of it answers."""
+    with running(*FLOAT32, "--prefill", "0", "--decode", "0", "--mixed", "1", **ONE_THREAD) as system:
+        (first, _), (second, cached) = turns(system)
+        assert cached >= len(FIRST) + MAX_TOKENS - 2 * BLOCK
+        return [first, second]
+
+
+def test_through_a_store(alone: list[list[int]], tmp_path: Path) -> None:
+    num_blocks = (len(FIRST) + MAX_TOKENS - 1) // BLOCK
+
+    def all_stored() -> None:
+        until(lambda: len(list(tmp_path.rglob("*.kv"))) >= num_blocks)
+
+    with running(*FLOAT32, TANDEM_KV_STORE=f"file://{tmp_path}", **ONE_THREAD) as system:
+        (first, _), (second, cached) = turns(system, all_stored)
+    assert [first, second] == alone
+    assert cached == num_blocks * BLOCK
