@@ -29,7 +29,7 @@ class TransferCapabilities(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts that a worker states once, when it joins.
+    """The facts that a worker states once, when it joins; of these only its role may change.
 
     `max_model_len` is the longest prompt plus answer that it serves, in tokens. `layout` is what `layout_id` is the
     digest of, so that an error can say where two differ.
@@ -84,8 +84,9 @@ class NodeLoad(msgspec.Struct, frozen=True, kw_only=True):
     Rates are measured online, in tokens a second; 0.0 while unknown. `prompt_tokens_per_mixed_step` is the most prompt
     tokens in a step that also continues the current answers. `bounds_gaps`: it keeps such steps to an objective.
     `bad_paths` are decode workers that its handoffs did not reach lately. `num_preemptions` and `num_step_tokens` count
-    since its start. `steps` counts steps by the bounds of STEP_TOKENS, each between the bound before and its own; the
-    last counts those above all bounds.
+    since its start. `num_of_former_role`: requests of a side that its role no longer has, which end here. `steps`
+    counts steps by the bounds of STEP_TOKENS, each between the bound before and its own; the last counts those above
+    all bounds.
     """
 
     num_running: int = 0
@@ -99,6 +100,7 @@ class NodeLoad(msgspec.Struct, frozen=True, kw_only=True):
     transfer_rate: float = 0.0
     draining: bool = False
     bad_paths: tuple[Incarnation, ...] = ()
+    num_of_former_role: int = 0
     num_preemptions: int = 0
     num_step_tokens: int = 0
     steps: tuple[int, ...] = ()

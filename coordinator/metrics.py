@@ -24,6 +24,7 @@ COUNTERS = {
     "stale": "reports refused: of an old epoch",
     "unknown": "reports refused: no such request",
     "reaped": "requests ended because their gateway was gone",
+    "role_changes": "changes of a worker's role",
     "buried": "workers that died: found dead, or they told that their core did",
 }
 

@@ -19,6 +19,15 @@ def too_long(num_tokens: int, most_tokens: int) -> TandemError:
     return RequestError(f"a prompt of {num_tokens} tokens; no worker takes more than {most_tokens}")
 
 
+def not_known(worker_id: WorkerId) -> TandemError:
+    return Unavailable(f"the registry does not know worker {worker_id!r} now; it joins again within a second or two")
+
+
+def last_of(side: str, worker_id: WorkerId) -> TandemError:
+    what = {"prefill": "compute prompts", "decode": "produce answers"}[side]
+    return RequestError(f"without {worker_id!r} no worker of the pool would {what}: give another one that role first")
+
+
 def superseded(worker_id: WorkerId) -> TandemError:
     return Unavailable(f"worker id {worker_id!r} belongs to a newer process; give this one another id")
 

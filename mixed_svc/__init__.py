@@ -1,1 +1,1 @@
-"""The mixed service, which computes prompts and answers on one device, alone or with other workers."""
+"""The engine core of every worker, and the mixed service, which does both sides on one device."""

@@ -1,4 +1,4 @@
-"""The engine core of a mixed worker: `python -m mixed_svc.core FD`, started by its front."""
+"""The engine core of every worker: `python -m mixed_svc.core FD`, started by its front."""
 
 from contracts.ids import WorkerId
 from decode_svc.decode_role import DecodeRole
@@ -15,7 +15,7 @@ from worker.settings import WorkerSettings
 def make_roles(
     settings: WorkerSettings, me: WorkerId, engine: Engine, node: TransferNode, attempts: AttemptTable
 ) -> list[RoleHandler]:
-    """Return all roles: this worker takes either side of a handoff, and whole requests."""
+    """Return all roles: a worker takes either side of a handoff, and whole requests."""
     return [
         LocalRole(engine, attempts),
         PrefillRole(me, engine, node, attempts, settings.grant_timeout_s),

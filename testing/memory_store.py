@@ -8,7 +8,7 @@ from itertools import islice
 from math import inf
 
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
-from contracts.node import Node, NodeInfo, NodeLoad
+from contracts.node import Node, NodeInfo, NodeLoad, WorkerRole
 from contracts.request import WorkerRef
 from coordinator import refusals
 from coordinator.request_states import (
@@ -105,6 +105,19 @@ class MemoryStore:
             return False
         worker.beat(load, self._clock() + self._alive_s)
         return True
+
+    async def change_role(self, info: NodeInfo) -> None:
+        worker = self._current(info.worker_id, info.incarnation)
+        if worker is None or worker.died_s is not None:
+            raise refusals.not_known(info.worker_id)
+        if worker.info.role == info.role:
+            return
+        roles = {info.role, *(other.info.role for other in self._workers.values() if self._takes_work(other, worker))}
+        for side, opposite in ((PREFILL, WorkerRole.DECODE), (DECODE, WorkerRole.PREFILL)):
+            if roles == {opposite}:
+                raise refusals.last_of(side, info.worker_id)
+        worker.info = info
+        self._counters["role_changes"] += 1
 
     async def leave(self, worker_id: WorkerId, incarnation: Incarnation, is_dead: bool = False) -> None:
         worker = self._current(worker_id, incarnation)
@@ -224,6 +237,10 @@ class MemoryStore:
 
     async def close(self) -> None:
         """Nothing to close."""
+
+    def _takes_work(self, worker: Worker, beside: Worker) -> bool:
+        is_alive = worker.died_s is None and self._clock() < worker.alive_until_s
+        return worker is not beside and is_alive and not worker.load.draining
 
     def _current(self, worker_id: WorkerId, incarnation: Incarnation) -> Worker | None:
         worker = self._workers.get(worker_id)

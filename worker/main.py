@@ -20,6 +20,9 @@ GATEWAY_SILENCE_S = 10.0
 stream sends a heartbeat each second, so silence means loss.
 """
 
+CORE_MODULE = "mixed_svc.core"
+"""The core of every worker has both sides of a handoff: its role is what gateways give it, and may change."""
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run a worker of the role that its settings name.
@@ -45,7 +48,7 @@ async def _run(settings: WorkerSettings) -> int:
     incarnation = Incarnation(secrets.token_hex(4))
     worker_id = WorkerId(settings.worker_id or f"{settings.role}-{socket.gethostname()}-{incarnation}")
     listener = listen(settings.host, settings.port, silence_s=GATEWAY_SILENCE_S)
-    core = CoreProcess(f"{settings.role}_svc.core", Start(_for_core(settings), worker_id, incarnation))
+    core = CoreProcess(CORE_MODULE, Start(_for_core(settings), worker_id, incarnation))
     await core.start()
     try:
         from worker.front.serve import serve  # late: FastAPI and Redis' client take a second, the core's torch three

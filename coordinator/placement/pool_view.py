@@ -142,7 +142,9 @@ class PoolView:
     def _apply(self, row: PoolRow) -> bool:
         worker = self._workers.get(row.worker_id)
         is_dead = row.counts is not None and row.counts.term == "0"
-        if row.counts is None or (worker is not None and worker.counts.term != row.counts.term and not is_dead):
+        is_another = worker is not None and row.counts is not None and worker.counts.term != row.counts.term
+        has_turned = worker is not None and row.info is not None and worker.info.role != row.info.role
+        if row.counts is None or (is_another and not is_dead) or has_turned:
             self._remove(row.worker_id)
             worker = None
         if row.counts is None:

@@ -9,6 +9,7 @@ FOLDER = Path(__file__).with_name("lua")
 NAMES = (
     "join",
     "heartbeat",
+    "role",
     "leave",
     "workers",
     "counts",

@@ -108,6 +108,15 @@ class RedisStore:
         )
         return bool(await self._run("heartbeat", *beat, *fields))
 
+    async def change_role(self, info: NodeInfo) -> None:
+        match await self._run("role", info.worker_id, info.incarnation, info.role.value, encode(info)):
+            case bytes() as side:
+                raise refusals.last_of(side.decode(), info.worker_id)
+            case 0:
+                raise refusals.not_known(info.worker_id)
+            case _:
+                return
+
     async def leave(self, worker_id: WorkerId, incarnation: Incarnation, is_dead: bool = False) -> None:
         await self._run("leave", worker_id, incarnation, int(is_dead))
 
@@ -270,6 +279,7 @@ def _client(url: str) -> Redis:
 def _joined(info: NodeInfo) -> dict[str, Any]:
     return {
         "incarnation": info.incarnation,
+        "role": info.role.value,
         "info": encode(info),
         "capacity": info.capacity_tokens,
         "pending": 0,

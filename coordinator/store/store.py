@@ -192,6 +192,7 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
     unknown: int = 0
     reaped: int = 0
     buried: int = 0
+    role_changes: int = 0
 
     @property
     def requests(self) -> int:
@@ -232,6 +233,14 @@ class Store(Protocol):
 
     async def heartbeat(self, worker_id: WorkerId, incarnation: Incarnation, load: NodeLoad) -> bool:
         """Return False if the worker is superseded, dead, or lost by Redis: it joins again."""
+        ...
+
+    async def change_role(self, info: NodeInfo) -> None:
+        """Give a worker the role of `info`; what is placed on it stays.
+
+        Raises RequestError if no worker that takes work would compute prompts then, or none produce answers;
+        Unavailable if this incarnation is not in the registry.
+        """
         ...
 
     async def leave(self, worker_id: WorkerId, incarnation: Incarnation, is_dead: bool = False) -> None:

@@ -151,6 +151,7 @@ def _row(view: WorkerView, is_connected: bool, health: dict[str, Any]) -> dict[s
         "capacity_tokens": info.capacity_tokens,
         "load": (core or {}).get("load") or msgspec.to_builtins(view.node.load),
         "draining": view.node.load.draining,
+        "num_of_former_role": health.get("num_of_former_role", view.node.load.num_of_former_role),
         "credits": {
             "pending_tokens": view.pending_tokens,
             "num_prefills": view.num_prefills,

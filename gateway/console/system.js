@@ -44,6 +44,7 @@ function card(worker) {
   const share = worker.capacity_tokens && (core || load.free_tokens) ? used / worker.capacity_tokens : 0;
   const facts = [
     ["running", count(load.num_running)],
+    ...(worker.num_of_former_role ? [["of its former role", count(worker.num_of_former_role)]] : []),
     ["queued", `${count(load.num_waiting)} · ${count(load.queue_tokens)} tok`],
     worker.role === "decode"
       ? ["reserved", `${gauge(core, "reserved")} landing`]
@@ -66,7 +67,8 @@ function condition(worker) {
   if (!worker.alive) return "dead";
   if (worker.status !== "ok") return "sick";
   if (!worker.connected) return "unheard";
-  return worker.draining ? "draining" : "ready";
+  if (worker.draining) return "draining";
+  return worker.num_of_former_role ? "turning" : "ready";
 }
 
 function meter(share, label) {

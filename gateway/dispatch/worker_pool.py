@@ -161,7 +161,9 @@ class WorkerPool:
             # In its own time: what was just sent to a worker that is frozen takes POST_TIMEOUT_S to fail.
             spawn_into(self._leaving, self._links.pop(worker_id).stop("the registry no longer lists it"))
         for worker_id, node in nodes.items():
-            if worker_id not in self._links:
+            if worker_id in self._links:
+                self._links[worker_id].info = node.info  # its role may have changed
+            else:
                 self._links[worker_id] = self._open(node)
 
     def _name_misfits(self, infos: Sequence[NodeInfo]) -> None:

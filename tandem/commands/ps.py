@@ -57,7 +57,7 @@ def list_processes(home: Path) -> Iterator[Row]:
             continue  # the system ended meanwhile, or the machine before the file was on the disk
         if is_alive(system["supervisor"]):
             for process in system["processes"]:
-                yield {"port": system["port"]} | process | {"state": observe(process)}
+                yield {"port": system["port"]} | process | observe(process)
 
 
 def identify(pid: int) -> dict:
@@ -77,15 +77,29 @@ def is_alive(identity: dict) -> bool:
         return False
 
 
-def observe(process: dict) -> str:
-    """Return the state that the supervisor wrote, checked by `/health` and `/ready` if it is "ready"."""
+def observe(process: dict) -> Row:
+    """Return the state that the supervisor wrote, checked by `/health` and `/ready` if it is "ready".
+
+    A worker has the role that it says: it may be another than it was started with.
+    """
     if process["state"] != "ready" or not str(process["url"]).startswith("http"):
-        return process["state"]
+        return {"state": process["state"]}
     try:
-        with open_local(f"{process['url']}/health", HEALTH_TIMEOUT_S):
-            return "draining" if process["role"] in WORKERS and _drains(process["url"]) else "ready"
-    except (urllib.error.URLError, OSError):
-        return "unhealthy"
+        with open_local(f"{process['url']}/health", HEALTH_TIMEOUT_S) as response:
+            health = json.loads(response.read() or b"{}") if process["role"] in WORKERS else {}
+            return _of_worker(process, health) if process["role"] in WORKERS else {"state": "ready"}
+    except (urllib.error.URLError, OSError, ValueError):
+        return {"state": "unhealthy"}
+
+
+def _of_worker(process: dict, health: dict) -> Row:
+    """Return the role of a healthy worker and its state.
+
+    It is "turning" while requests of its former role run.
+    """
+    is_turning = bool(health.get("num_of_former_role"))
+    state = "draining" if _drains(process["url"]) else "turning" if is_turning else "ready"
+    return {"role": health.get("role", process["role"]), "state": state}
 
 
 def _drains(url: str) -> bool:

@@ -32,6 +32,7 @@ Rates and times are means over the last interval; - is what nobody has measured 
 STYLES = {
     "ready": "green",
     "draining": "yellow",
+    "turning": "yellow",
     "unhealthy": "bold red",
     "dead": "bold red",
     "starting": "yellow",

@@ -51,6 +51,50 @@ class TestRegistry:
         await pair(store)
         assert [len(await store.nodes(at_most)) for at_most in (0, 1, 2)] == [2, 0, 2]
 
+    async def test_a_changed_role_is_seen_by_all_and_what_is_placed_stays(self, store: Store):
+        await join(store, node("d0", WorkerRole.DECODE), node("d1", WorkerRole.DECODE), node("p0", WorkerRole.PREFILL))
+        await place(store, ask("r"))
+        before = {view.node.info.worker_id: view for view in await store.workers()}
+        await store.change_role(node("d1", WorkerRole.PREFILL))
+        await store.change_role(node("d1", WorkerRole.PREFILL))
+        assert [n.info.role for n in await store.nodes()] == [WorkerRole.DECODE, WorkerRole.PREFILL, WorkerRole.PREFILL]
+        after = {view.node.info.worker_id: view for view in await store.workers()}
+        for name in before:
+            assert (after[name].reserved_tokens, after[name].pending_tokens) == (
+                before[name].reserved_tokens,
+                before[name].pending_tokens,
+            )
+        assert (await store.counts()).role_changes == 1
+        assert await store.finish(RequestId("r"), ONE)
+        await assert_idle(store)
+
+    @pytest.mark.parametrize("lost", ["drains", "left"])
+    async def test_the_last_of_a_side_keeps_its_role(self, store: Store, lost: str):
+        await join(store, node("d0", WorkerRole.DECODE), node("d1", WorkerRole.DECODE), node("p0", WorkerRole.PREFILL))
+        with pytest.raises(RequestError, match="compute prompts"):
+            await store.change_role(node("p0", WorkerRole.DECODE))
+        await store.change_role(node("p0", WorkerRole.MIXED))
+        await store.change_role(node("p0", WorkerRole.PREFILL))
+        if lost == "drains":
+            await store.heartbeat(WorkerId("d1"), A, structs.replace(ALIVE_LOAD, draining=True))
+        else:
+            await store.leave(WorkerId("d1"), A)
+        with pytest.raises(RequestError, match="produce answers"):
+            await store.change_role(node("d0", WorkerRole.PREFILL))
+        await store.change_role(node("d0", WorkerRole.MIXED))
+
+    async def test_a_pool_that_lacks_a_side_gets_it(self, store: Store):
+        await join(store, node("d0", WorkerRole.DECODE), node("d1", WorkerRole.DECODE))
+        await store.change_role(node("d0", WorkerRole.PREFILL))
+        assert (await place(store, ask("r"))).prefill.worker_id == "d0"
+
+    async def test_a_worker_that_is_not_in_the_registry_changes_nothing(self, store: Store):
+        await pair(store)
+        for unknown in (node("d0", WorkerRole.MIXED, incarnation="b"), node("d7", WorkerRole.MIXED)):
+            with pytest.raises(Unavailable, match="does not know"):
+                await store.change_role(unknown)
+        assert {n.info.role for n in await store.nodes()} == {WorkerRole.DECODE, WorkerRole.PREFILL}
+
     async def test_a_heartbeat_carries_the_load(self, store: Store):
         await pair(store)
         assert await store.heartbeat(WorkerId("p0"), A, ALIVE_LOAD)

@@ -319,3 +319,29 @@ async def test_reading_changes_ends_in_a_pool_that_changes_as_fast(any_server: R
     assert len({row.worker_id for row in update.rows}) >= MAX_ROWS and num_pages < 5
     await store.close()
     await workers.close()
+
+
+async def test_a_worker_whose_role_changed_is_offered_for_its_new_side_alone(redis: RedisServer) -> None:
+    """A placer that knew it before reads so in the changes, and its credits stay."""
+    store = RedisStore(redis.url, fresh_pool())
+    placer = Placer(store, clock := _Clock())
+    await join(store, node("a0", WorkerRole.DECODE), node("a1", WorkerRole.DECODE), node("p0", WorkerRole.PREFILL))
+    routes = [await placer.place(ask(f"r{n}")) for n in range(4)]
+    assert {route.prefill.worker_id for route in routes} == {"p0"}
+    assert {route.decode.worker_id for route in routes} == {"a0", "a1"}
+    await store.change_role(node("a0", WorkerRole.PREFILL))
+    clock.now += 0.5
+    await placer.nodes()
+    later = [await placer.place(ask(f"s{n}")) for n in range(4)]
+    assert "a0" in {route.prefill.worker_id for route in later}
+    assert {route.decode.worker_id for route in later} == {"a1"}
+    assert (await credits(store))["a0"]
+    await placer.close()
+    await store.close()
+
+
+class _Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now

@@ -42,7 +42,7 @@ def texts() -> Iterator[bytes]:
 
 def _worker(side: Side) -> bytes:
     side.node.stats = lambda: [_link()]
-    status = StatusReporter(side.engine, side.node, side.ledger, side.roles).report()
+    status = StatusReporter(WorkerId("d"), side.engine, side.node, side.ledger, side.roles).report()
     return worker_text(node_info(), status, True, {"jobs": 0, "cancels": 0}, 0.0)
 
 

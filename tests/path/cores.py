@@ -18,13 +18,11 @@ from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.node import WorkerRole
 from contracts.request import Job, Route, WorkerRef
 from contracts.sampling import SamplingParams
-from decode_svc import core as decode
 from engine.engine import Engine
 from engine.loader import load_device_engine, load_engine
 from engine.settings import EngineSettings
 from kv_transfer.node import TransferNode
-from mixed_svc import core as mixed
-from prefill_svc import core as prefill
+from mixed_svc.core import make_roles
 from tests.kv_transfer.kv_pair import PATIENT
 from worker.core.attempt_table import AttemptTable
 from worker.core.engine_core import EngineCore
@@ -32,7 +30,6 @@ from worker.core.main import engine_settings, transfer_settings
 from worker.messages import CoreFrame, ToCore, ToFront, Work
 from worker.settings import WorkerSettings
 
-ROLES = {"prefill": prefill.make_roles, "decode": decode.make_roles, "mixed": mixed.make_roles}
 GATEWAY = GatewayId("g")
 DEADLINE_S = 60.0
 SETTINGS: dict[str, Any] = {"dtype": "float32", "max_batched_tokens": 32, "kv_cache_mib": 64, "num_threads": 1}
@@ -76,7 +73,7 @@ class Worker:
         patient = replace(transfer_settings(settings), **PATIENT)
         self.node = TransferNode(patient, me, incarnation, self.engine.layout, pool, self.front.wake)
         self.node.start()
-        self.roles = ROLES[settings.role](settings, me, self.engine, self.node, ledger)
+        self.roles = make_roles(settings, me, self.engine, self.node, ledger)
         self.core = EngineCore(me, self.engine, self.node, self.roles, ledger, self.front)  # type: ignore[arg-type]
         self.ref = WorkerRef(me, incarnation, "", self.node.address)
 

@@ -56,7 +56,7 @@ def test_up_sees_its_own_gateway(behind_proxy: int) -> None:
 
 def test_ps_and_top_see_what_runs_here(behind_proxy: int) -> None:
     url = f"http://127.0.0.1:{behind_proxy}"
-    assert ps.observe({"role": "gateway", "state": "ready", "url": url}) == "ready"
+    assert ps.observe({"role": "gateway", "state": "ready", "url": url})["state"] == "ready"
     assert look._read(f"{url}/metrics").sums == {"tandem_gateway_inflight": 3.0}
 
 

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from rich.console import Console
@@ -25,6 +26,7 @@ pytestmark = pytest.mark.slow
 class Service(BaseHTTPRequestHandler):
     status = 200
     lacks = ""
+    health: ClassVar[dict] = {}
 
     def do_GET(self) -> None:
         if self.path == "/ready":
@@ -36,6 +38,8 @@ class Service(BaseHTTPRequestHandler):
         if self.path == "/metrics":
             self.send_header("Content-Length", "1000")  # and then it dies
         self.end_headers()
+        if self.path == "/health":
+            self.wfile.write(json.dumps(self.health).encode())
 
     def log_message(self, format: str, *args: object) -> None:
         """Nothing: the test says what matters."""
@@ -43,7 +47,7 @@ class Service(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def service() -> Iterator[str]:
-    Service.status, Service.lacks = 200, ""
+    Service.status, Service.lacks, Service.health = 200, "", {}
     with ThreadingHTTPServer(("127.0.0.1", 0), Service) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
@@ -82,17 +86,23 @@ def test_a_worker_that_drains_is_said_so(home: Path, lacks: str, state: str) -> 
     assert f"prefill-0   {state}" in shown.export_text()
 
 
+@pytest.mark.parametrize(("num_left", "state"), [(2, "turning"), (0, "ready")])
+def test_a_worker_has_the_role_that_it_says(home: Path, num_left: int, state: str) -> None:
+    Service.health = {"role": "decode", "num_of_former_role": num_left}
+    assert [(row["role"], row["state"]) for row in ps.list_processes(home)] == [("decode", state)]
+
+
 @pytest.mark.parametrize("state", ["starting", "dead", "waiting"])
 def test_a_service_that_is_not_ready_is_not_asked(state: str) -> None:
-    assert ps.observe(process("http://127.0.0.1:9", state)) == state
+    assert ps.observe(process("http://127.0.0.1:9", state))["state"] == state
 
 
 def test_a_service_without_a_page_is_as_the_supervisor_says() -> None:
-    assert ps.observe(process("unix:///x/redis.sock")) == "ready"
+    assert ps.observe(process("unix:///x/redis.sock"))["state"] == "ready"
 
 
 def test_nobody_there_is_unhealthy() -> None:
-    assert ps.observe(process("http://127.0.0.1:9")) == "unhealthy"
+    assert ps.observe(process("http://127.0.0.1:9"))["state"] == "unhealthy"
 
 
 def test_a_system_whose_supervisor_is_gone_is_left_out(tmp_path: Path) -> None:

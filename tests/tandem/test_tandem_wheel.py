@@ -21,10 +21,8 @@ DATA = (
 )
 MODULES = (
     "coordinator.main",
-    "decode_svc.core",
     "gateway.main",
     "mixed_svc.core",
-    "prefill_svc.core",
     "tandem.cli",
     "tandem.commands.bench_serve",
     "tandem.commands.up",

@@ -8,7 +8,9 @@ import msgspec
 import pytest
 
 from contracts.codec import encode
+from contracts.errors import RequestError, TandemError, Unavailable
 from contracts.ids import Epoch, GatewayId, RequestId
+from contracts.node import WorkerRole
 from contracts.request import Cancel, Job, Route
 from contracts.sampling import SamplingParams
 from process.thread_times import ThreadTimes
@@ -28,6 +30,18 @@ def make_job(gateway: str = "g") -> Job:
     return Job(route, GatewayId(gateway), [1, 2], SamplingParams(max_tokens=1, seed=0), 10.0)
 
 
+class Roles:
+    """Stands where Membership does: the registry that it would ask raises `error`, if any."""
+
+    def __init__(self, state: WorkerState, error: TandemError | None = None) -> None:
+        self._state, self._error = state, error
+
+    async def change(self, role: WorkerRole) -> None:
+        if self._error is not None:
+            raise self._error
+        self._state.info = msgspec.structs.replace(self._state.info, role=role)
+
+
 @pytest.fixture
 def state() -> WorkerState:
     return make_state()
@@ -35,7 +49,7 @@ def state() -> WorkerState:
 
 @pytest.fixture
 async def client(state):
-    transport = httpx.ASGITransport(app=make_app(state))
+    transport = httpx.ASGITransport(app=make_app(state, Roles(state).change))
     async with httpx.AsyncClient(transport=transport, base_url="http://w", headers=AUTH) as client:
         yield client
 
@@ -85,16 +99,16 @@ async def test_a_body_over_the_limit_is_refused_whether_its_length_is_told_or_no
 async def test_a_secret_may_have_any_letters(state):
     state.secret = "geheimnis\u00df \u6f22"
     headers = [(b"authorization", f"Bearer {state.secret}".encode())]
-    transport = httpx.ASGITransport(app=make_app(state))
+    transport = httpx.ASGITransport(app=make_app(state, Roles(state).change))
     async with httpx.AsyncClient(transport=transport, base_url="http://w", headers=headers) as friend:
         assert (await friend.post("/drain")).status_code == 202
     assert state.draining
 
 
 @pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer wrong"}, {"authorization": "s3cret"}])
-@pytest.mark.parametrize("path", ["/jobs", "/drain"])
+@pytest.mark.parametrize("path", ["/jobs", "/drain", "/role"])
 async def test_without_the_secret_nothing_is_done(state, headers, path):
-    transport = httpx.ASGITransport(app=make_app(state))
+    transport = httpx.ASGITransport(app=make_app(state, Roles(state).change))
     async with httpx.AsyncClient(transport=transport, base_url="http://w", headers=headers) as stranger:
         response = await stranger.post(path, content=encode([make_job()]))
     assert response.status_code == 401
@@ -111,6 +125,40 @@ async def test_a_draining_worker_takes_cancels_but_no_jobs(state, client):
     assert (await client.post("/jobs", content=encode([cancel, make_job()]))).status_code == 503
     assert state.core.sent[-1].jobs == [cancel]  # it runs here, whatever it travelled with
     await listener.aclose()
+
+
+async def test_a_role_is_changed_at_once_and_what_runs_of_the_former_is_told(state, client):
+    state.on_status(msgspec.structs.replace(make_status(1), gauges={"requests_as_prefill": 2.0, "requests": 3.0}))
+    assert state.num_of_former_role == 0
+    response = await client.post("/role", json={"role": "decode"})
+    assert (response.status_code, response.json()) == (
+        200,
+        {"role": "decode", "was": "prefill", "num_of_former_role": 2},
+    )
+    health = (await client.get("/health")).json()
+    assert (health["role"], health["num_of_former_role"], state.load.num_of_former_role) == ("decode", 2, 2)
+    assert (await client.get("/ready")).json()["status"] != "draining"
+    assert (await client.post("/role", json={"role": "mixed"})).json()["num_of_former_role"] == 0  # it has both sides
+
+
+@pytest.mark.parametrize("body", ["", "{}", '{"role": "both"}', '{"role": "decode", "now": true}', '"decode"', "\xff"])
+async def test_what_is_no_role_gets_words(state, client, body):
+    response = await client.post("/role", content=body.encode("latin-1"))
+    assert response.status_code == 400 and "prefill, decode, mixed" in response.json()["error"]["message"]
+    assert state.info.role is WorkerRole.PREFILL
+
+
+@pytest.mark.parametrize(("error", "status"), [(RequestError("the last"), 409), (Unavailable("Redis is away"), 503)])
+async def test_a_role_that_the_registry_refuses_is_not_taken(state, error, status):
+    transport = httpx.ASGITransport(app=make_app(state, Roles(state, error).change))
+    async with httpx.AsyncClient(transport=transport, base_url="http://w", headers=AUTH) as client:
+        response = await client.post("/role", json={"role": "decode"})
+    assert response.status_code == status and str(error) in response.json()["error"]["message"]
+
+
+async def test_a_draining_worker_changes_no_role(state, client):
+    await client.post("/drain")
+    assert (await client.post("/role", json={"role": "decode"})).status_code == 409
 
 
 async def test_health_follows_the_turns_of_the_core(state, client):

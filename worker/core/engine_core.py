@@ -50,7 +50,7 @@ class EngineCore(StepObserver):
         self._attempts = attempts
         self._link = link
         self._clock = clock
-        self._status = StatusReporter(engine, node, attempts, roles)
+        self._status = StatusReporter(me, engine, node, attempts, roles)
         self._stopping = self._is_stuck = False
         self._next_tick_s = 0.0
         self._tiers: KVTiers | None = None

@@ -3,6 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Sequence
 
+from contracts.ids import WorkerId
 from contracts.node import STEP_TOKENS, NodeLoad
 from engine.engine import Engine
 from engine.messages import EngineStats
@@ -53,8 +54,9 @@ class StatusReporter:
     """The counter of turns and steps, which makes a CoreStatus when one is due."""
 
     def __init__(
-        self, engine: Engine, node: TransferNode, attempts: AttemptTable, roles: Sequence[RoleHandler]
+        self, me: WorkerId, engine: Engine, node: TransferNode, attempts: AttemptTable, roles: Sequence[RoleHandler]
     ) -> None:
+        self._me = me
         self._engine = engine
         self._node = node
         self._attempts = attempts
@@ -126,8 +128,11 @@ class StatusReporter:
         }
 
     def _own_gauges(self) -> dict[str, float]:
+        routes = [attempt.job.route for attempt in self._attempts if not attempt.job.route.is_local]
         return {
             "requests": len(self._attempts),
+            "requests_as_prefill": sum(route.prefill.worker_id == self._me for route in routes),
+            "requests_as_decode": sum(route.decode.worker_id == self._me for route in routes),
             "capacity_tokens": self._engine.capacity_tokens,
             "longest_collection_seconds": COLLECTIONS.longest_s,
         }

@@ -2,15 +2,16 @@
 
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from contracts.codec import decoder
-from contracts.errors import RequestError
+from contracts.errors import RequestError, Unavailable
 from contracts.ids import GatewayId
+from contracts.node import WorkerRole
 from contracts.request import Cancel, Job, JobMessage
 from service.request_body import read_body
 from service.shared_secret import refusal, refuse_without_secret
@@ -23,10 +24,20 @@ log = logging.getLogger(__name__)
 MAX_BODY_NBYTES = 32 << 20
 
 
-def make_app(state: WorkerState) -> FastAPI:
-    """Return the HTTP application of a worker."""
+ChangeRole = Callable[[WorkerRole], Awaitable[None]]
+
+
+class RoleWanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of POST /role."""
+
+    role: WorkerRole
+
+
+def make_app(state: WorkerState, change_role: ChangeRole) -> FastAPI:
+    """Return the HTTP application of a worker; `change_role` is Membership's."""
     app = FastAPI(title="Tandem worker", docs_url=None, redoc_url=None)
     _add_work(app, state)
+    _add_role(app, state, change_role)
     _add_views(app, state)
     return app
 
@@ -75,6 +86,34 @@ def _add_work(app: FastAPI, state: WorkerState) -> None:
             return refused
         state.draining = True
         return Response(status_code=202)
+
+
+def _add_role(app: FastAPI, state: WorkerState, change_role: ChangeRole) -> None:
+    @app.post("/role")
+    async def role(request: Request) -> Response:
+        """Take `{"role": ROLE}`, one of prefill, decode and mixed, for new work.
+
+        409: this worker drains, or nobody else has a side that the role lacks. 503: the registry does not answer.
+        """
+        if refused := _refused(request, state):
+            return refused
+        try:
+            wanted = msgspec.json.decode(await read_body(request, MAX_BODY_NBYTES), type=RoleWanted).role
+        except RequestError as error:
+            return refusal(413, error.code, str(error))
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            roles = ", ".join(WorkerRole)
+            return refusal(400, "invalid_request", f'the body is not {{"role": ROLE}} with one of {roles}: {error}')
+        if state.load.draining:
+            return refusal(409, "draining", "this worker takes no new work, of no role")
+        before = state.info.role
+        try:
+            await change_role(wanted)
+        except RequestError as error:
+            return refusal(409, error.code, str(error))
+        except Unavailable as error:
+            return refusal(503, error.code, f"{error}; whether the role has changed is not known: repeat the call")
+        return JSONResponse({"role": wanted, "was": before, "num_of_former_role": state.num_of_former_role})
 
 
 def _add_views(app: FastAPI, state: WorkerState) -> None:
@@ -133,6 +172,7 @@ def _report(state: WorkerState) -> dict[str, object]:
         "worker_id": info.worker_id,
         "incarnation": info.incarnation,
         "role": info.role,
+        "num_of_former_role": state.num_of_former_role,
         "model": info.model,
         "layout_id": info.layout_id,
         "config_digest": state.config_digest,

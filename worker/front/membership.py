@@ -6,6 +6,8 @@ import logging
 from collections.abc import Sequence
 from functools import partial
 
+import msgspec
+
 from contracts.errors import Unavailable
 from contracts.ids import Epoch, RequestId
 from contracts.node import Node, NodeInfo, WorkerRole
@@ -88,6 +90,20 @@ class Membership:
         """
         async with self._beating:
             await self._say_alive()
+
+    async def change_role(self, role: WorkerRole) -> None:
+        """Take work of this role from now on, and no more of the former one; what runs goes on to its end.
+
+        Raises RequestError if nobody else has a side that the role lacks, Unavailable if the registry can't be reached;
+        then this worker may have the new role there, and the call is to be repeated.
+        """
+        async with self._beating:
+            before, info = self._state.info.role, msgspec.structs.replace(self._state.info, role=role)
+            await self._store.change_role(info)
+            self._state.info = info
+        if role is not before:
+            log.info("%s is %s from now on; it was %s", info.worker_id, role.value, before.value)
+        await self._update_peers()
 
     async def _say_alive(self) -> None:
         info, load = self._state.info, self._state.load

@@ -70,7 +70,7 @@ async def _serve(settings: WorkerSettings, state: WorkerState, store: Store, lis
     ready_file = ReadyFile(settings.ready_file)
     watchdog = asyncio.create_task(watch_core(state))
     try:
-        async with serving(make_app(state), listener):
+        async with serving(make_app(state, membership.change_role), listener):
             # Start now: joining the registry may take longer than a core may be silent.
             pumping = asyncio.create_task(_pump(state, membership))
             try:

@@ -7,11 +7,14 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from contracts.node import NodeInfo, NodeLoad
+from contracts.node import NodeInfo, NodeLoad, WorkerRole
 from process.thread_times import ThreadTimes, usable_s
 from worker.front.core_process import CoreProcess
 from worker.front.event_streams import EventStreams
 from worker.messages import CoreStatus
+
+FORMER_SIDE = {WorkerRole.PREFILL: "requests_as_decode", WorkerRole.DECODE: "requests_as_prefill"}
+"""The core's gauge of requests that a worker of this role is given no more of."""
 
 
 @dataclass
@@ -44,7 +47,8 @@ class WorkerState:
     @property
     def load(self) -> NodeLoad:
         load = self.status.load if self.status is not None else NodeLoad()
-        return msgspec.structs.replace(load, draining=self.draining or self.is_broken.is_set())
+        draining = self.draining or self.is_broken.is_set()
+        return msgspec.structs.replace(load, draining=draining, num_of_former_role=self.num_of_former_role)
 
     @property
     def num_turns(self) -> int | None:
@@ -55,6 +59,12 @@ class WorkerState:
     def num_requests(self) -> int:
         """Return how many requests the core has accepted and not yet ended."""
         return int(self.status.gauges["requests"]) if self.status is not None else 0
+
+    @property
+    def num_of_former_role(self) -> int:
+        """Return how many requests run here on a side that this worker's role no longer has."""
+        gauge = FORMER_SIDE.get(self.info.role)
+        return int(self.status.gauges.get(gauge, 0)) if self.status is not None and gauge else 0
 
     def on_status(self, status: CoreStatus) -> None:
         """Record a status, which proves life only if the core's loop has turned since the last one."""

@@ -1,7 +1,7 @@
 -- Shared by all scripts. KEYS[1] is the pool's key prefix, "tandem:{pool}:VERSION:"; the braces keep a pool in one slot.
 --
 --   nodes             sorted set of worker ids, all with score 0
---   node:ID           hash: info, load, incarnation, term, until (ms), draining, credits
+--   node:ID           hash: info, role, load, incarnation, term, until (ms), draining, credits
 --   touched           sorted set: worker id -> when its hash last changed (us): what a gateway's view has not read yet
 --   prefix:HASH       who served this prefix last, as coordinator.placement.prefixes has it
 --   req:ID            hash: state, epoch, gateway, and who holds its credits
