@@ -2,26 +2,28 @@
 
     python -m bench.serving.chaos --minutes 10
     python -m bench.serving.chaos --minutes 3 --transfer tcp --seed 2
+    python -m bench.serving.chaos --minutes 10 --tiers
     python -m bench.serving.chaos --device cuda --transfer nvlink --model /dev/shm/tiny --kv-cache-mib 2
 
 It checks that every answer is right or an error that says why, and that nothing is held when all is quiet again. Two
 prefill and two decode workers, a coordinator and a gateway are started one by one; workers share the GPUs in turn. In
 each round one to three faults are made while clients send requests. Then services that died are started again, the
 clients pause, and within a minute every request must have ended, every page and credit must be free, and the next
-request must be answered. Answers are greedy, in float32, and compared with those of the system before its first fault.
+request must be answered. With --tiers workers keep KV in memory, on disk and in a store, which are damaged, full, slow
+and gone as well. Answers are greedy, in float32, and compared with those of the system before its first fault.
 """
 
 import argparse
 import asyncio
-import os
 import random
-import signal
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 
@@ -30,16 +32,16 @@ import torch
 
 from bench.load.client import StreamResult, ask, body_of, random_prompt, session
 from bench.report.result import ResultRow, write_result
-from bench.system.local_system import get_json, is_ready, model_of
+from bench.serving.kv_faults import DAMAGED, OUTAGES, KeptKV, limited_disk, tier_settings
+from bench.serving.service_faults import SERVICE_FAULTS, revive
+from bench.system.leftovers import still_held
+from bench.system.local_system import is_ready, model_of
 from bench.system.resource_usage import gpu_names
 from bench.system.services import Services
-from coordinator.store.redis_store import RedisStore
+from coordinator.store.local_server import RedisServer
 
 ROLES = {"p0": "prefill", "p1": "prefill", "d0": "decode", "d1": "decode"}
 REST_TIMEOUT_S = 60.0
-FREEZES_S = (0.3, 2.0, 5.0, 12.0)
-"""Below and above the 3 s after which a silent peer is lost, and the 10 s of a lease."""
-REDIS_FREEZES_S = (0.5, 2.0, 6.0)
 PROMPTS = (1, 3, 17, 64, 100, 333, 700)
 ANSWERS = (1, 2, 5, 30, 60, 300)
 """Tokens of the answers; the longest is still being decoded when most faults are made."""
@@ -47,20 +49,32 @@ WORDS = ("HTTP", "error in the stream", "connection lost", "no connection")
 """Reasons that a client can act on. Only a gateway that is killed may lose connections."""
 
 
+Faults = dict[str, Callable[[random.Random], Awaitable[object]]]
+
+
 def main() -> int:
     args = parse()
-    with tempfile.TemporaryDirectory(prefix="tandem-chaos-") as folder:
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tandem-chaos-")))
         settings = {
             "TANDEM_NUM_THREADS": "1",
             "TANDEM_KV_CACHE_MIB": str(args.kv_cache_mib),
             "TANDEM_MODEL": args.model,
         }
-        with Services(Path(folder), workers(args.transfer, args.device), **settings) as services:
-            toll = asyncio.run(run(services, args))
+        disk, store = folder / "kv", stack.enter_context(RedisServer()) if args.tiers else None
+        if store is not None:
+            stack.enter_context(limited_disk(disk))
+            settings |= tier_settings(disk, store)
+        services = stack.enter_context(Services(folder, workers(args.transfer, args.device), **settings))
+        faults: Faults = {name: partial(fault, services) for name, fault in SERVICE_FAULTS.items()}
+        if store is not None:
+            kept = KeptKV(services, disk, store)
+            faults |= {name: partial(fault, kept) for name, fault in (DAMAGED | OUTAGES).items()}
+        toll = asyncio.run(run(services, faults, args))
     rows = toll.rows()
     for row in rows:
         print(f"{row.name:32s} {row.value:>8} {row.unit:10s} {dict(row.params)}")
-    names = ("minutes", "transfer", "seed", "device", "model", "kv_cache_mib", "clients")
+    names = ("minutes", "transfer", "seed", "device", "model", "kv_cache_mib", "clients", "tiers")
     write_result(args.out, "chaos", rows, {name: getattr(args, name) for name in names} | {"gpus": gpu_names()})
     return 1 if toll.faults else 0
 
@@ -73,6 +87,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--kv-cache-mib", type=int, default=64, help="small, so that requests wait for room")
     parser.add_argument("--clients", type=int, default=8, help="how many ask at the same time")
+    parser.add_argument("--tiers", action="store_true", help="keep KV in memory, on disk and in a store, with faults")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=None, help="result file")
     return parser.parse_args()
@@ -137,7 +152,7 @@ class ChaosPrompt:
         return body_of(model, self.prompt, self.max_tokens)
 
 
-async def run(services: Services, args: argparse.Namespace) -> FaultReport:
+async def run(services: Services, faults: Faults, args: argparse.Namespace) -> FaultReport:
     toll, rng = FaultReport(), random.Random(args.seed)
     for name in services.names:
         services.start(name)
@@ -153,7 +168,7 @@ async def run(services: Services, args: argparse.Namespace) -> FaultReport:
         until = time.monotonic() + args.minutes * 60.0
         while time.monotonic() < until and not any(task.done() for task in clients):
             may_ask.set()
-            await strike(services, rng, toll)
+            await strike(services, faults, rng, toll)
             await asyncio.sleep(rng.uniform(1.0, 4.0))
             may_ask.clear()
             await rest(http, services, questions[0], toll)
@@ -224,129 +239,19 @@ async def rest(http: aiohttp.ClientSession, services: Services, question: ChaosP
 
 
 async def leftovers(services: Services, toll: FaultReport) -> list[str]:
-    """Return requests that have not ended, what workers still hold, and credits that were not returned."""
-    left = [f"{toll.num_asking} requests have not ended"] if toll.num_asking else []
-    for name in services.workers:
-        left += await asyncio.to_thread(what_it_holds, services, name)
-    store = RedisStore(services.redis.url, "default")
-    try:
-        for worker in await store.workers():
-            credits = worker.pending_tokens, worker.num_prefills, worker.reserved_tokens, worker.num_decodes
-            left += [f"{worker.node.info.worker_id}'s credits {credits}"] if any(credits) else []
-        left += [f"{count} requests {state}" for state, count in (await store.counts()).states.items()]
-    finally:
-        await store.close()
-    return left
+    asking = [f"{toll.num_asking} requests have not ended"] if toll.num_asking else []
+    return asking + await still_held(services)
 
 
-def what_it_holds(services: Services, name: str) -> list[str]:
-    try:
-        core = get_json(f"{services.facts(name)['url']}/health")["core"]
-    except OSError as error:  # the worker is ending, or reports that it is unhealthy
-        return [f"{name}: {error}"]
-    return [] if core["is_clean"] else [f"{name} holds {core['gauges']}"]
-
-
-async def revive(services: Services) -> None:
-    for name in services.names:
-        if not services.is_alive(name):
-            services.start(name)
-            await services.ready(name)
-
-
-# faults
-
-
-async def strike(services: Services, rng: random.Random, toll: FaultReport) -> None:
+async def strike(services: Services, faults: Faults, rng: random.Random, toll: FaultReport) -> None:
     """Make one to three faults, one after another, then start again the services that they ended."""
     for _ in range(rng.randrange(1, 4)):
         await asyncio.sleep(rng.uniform(0.0, 3.0))
-        name = rng.choice(list(FAULTS))
+        name = rng.choice(list(faults))
         toll.done[name] += 1
-        await FAULTS[name](services, rng)
+        await faults[name](rng)
     await asyncio.sleep(rng.uniform(0.0, 2.0))
     await revive(services)
-
-
-def a_worker(services: Services, rng: random.Random) -> str:
-    return rng.choice([name for name in services.workers if services.is_alive(name)] or list(services.workers))
-
-
-async def freeze(services: Services, name: str, seconds: float, to_core: bool = False) -> None:
-    services.signal(name, signal.SIGSTOP, to_core)
-    await asyncio.sleep(seconds)
-    services.signal(name, signal.SIGCONT, to_core)
-
-
-async def kill_front(services: Services, rng: random.Random) -> None:
-    services.signal(a_worker(services, rng), signal.SIGKILL)
-
-
-async def kill_core(services: Services, rng: random.Random) -> None:
-    services.signal(a_worker(services, rng), signal.SIGKILL, to_core=True)
-
-
-async def freeze_front(services: Services, rng: random.Random) -> None:
-    await freeze(services, a_worker(services, rng), rng.choice(FREEZES_S))
-
-
-async def freeze_core(services: Services, rng: random.Random) -> None:
-    await freeze(services, a_worker(services, rng), rng.choice(FREEZES_S), to_core=True)
-
-
-async def drain_worker(services: Services, rng: random.Random) -> None:
-    services.signal(a_worker(services, rng), signal.SIGTERM)
-
-
-async def restart_gateway(services: Services, rng: random.Random) -> None:
-    await restart(services, "gateway", signal.SIGTERM)
-
-
-async def kill_gateway(services: Services, rng: random.Random) -> None:
-    await restart(services, "gateway", signal.SIGKILL)
-
-
-async def freeze_gateway(services: Services, rng: random.Random) -> None:
-    await freeze(services, "gateway", rng.choice(FREEZES_S))
-
-
-async def kill_coordinator(services: Services, rng: random.Random) -> None:
-    await restart(services, "coordinator", signal.SIGKILL)
-
-
-async def restart(services: Services, name: str, number: signal.Signals) -> None:
-    services.signal(name, number)
-    await services.ended(name)
-    services.start(name)
-    await services.ready(name)
-
-
-async def freeze_redis(services: Services, rng: random.Random) -> None:
-    pid = services.redis.pid
-    assert pid is not None
-    os.kill(pid, signal.SIGSTOP)
-    await asyncio.sleep(rng.choice(REDIS_FREEZES_S))
-    os.kill(pid, signal.SIGCONT)
-
-
-async def empty_redis(services: Services, rng: random.Random) -> None:
-    await asyncio.to_thread(services.redis.stop)
-    services.redis.start()
-
-
-FAULTS: dict[str, Callable[[Services, random.Random], Awaitable[None]]] = {
-    "worker killed": kill_front,
-    "engine core killed": kill_core,
-    "worker frozen": freeze_front,
-    "engine core frozen": freeze_core,
-    "worker drained": drain_worker,
-    "gateway restarted": restart_gateway,
-    "gateway killed": kill_gateway,
-    "gateway frozen": freeze_gateway,
-    "coordinator killed": kill_coordinator,
-    "Redis frozen": freeze_redis,
-    "Redis restarted empty": empty_redis,
-}
 
 
 if __name__ == "__main__":

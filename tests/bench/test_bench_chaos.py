@@ -2,12 +2,13 @@
 
 import argparse
 import asyncio
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from bench.load.client import StreamResult
-from bench.serving import chaos
+from bench.serving import chaos, service_faults
 from bench.system.services import Services
 from tests.e2e.tiny import save_tiny
 
@@ -36,12 +37,12 @@ def test_what_an_answer_must_never_be(answer, has_left, fault):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-async def test_a_round_over_a_real_system_ends_clean(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(chaos, "FAULTS", {"worker killed": chaos.kill_front})  # the others are for longer runs
+async def test_a_round_over_a_real_system_ends_clean(tmp_path: Path):
     args = argparse.Namespace(minutes=0.02, clients=4, seed=5)
     settings = {"TANDEM_NUM_THREADS": "1", "TANDEM_KV_CACHE_MIB": "16", "TANDEM_MODEL": str(save_tiny(tmp_path))}
     with Services(tmp_path, chaos.workers("tcp", "cpu"), **settings) as services:
         async with asyncio.timeout(240):
-            toll = await chaos.run(services, args)
+            # The other faults are for longer runs.
+            toll = await chaos.run(services, {"worker killed": partial(service_faults.kill_front, services)}, args)
     assert toll.faults == {}
     assert toll.num_rests == 1 and toll.done.total() >= 1 and toll.answers["right"] > 0

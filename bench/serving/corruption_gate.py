@@ -1,0 +1,271 @@
+"""The gate that KV which outlives its worker must pass.
+
+    python -m bench.serving.corruption_gate --conversations 500 --faults 1000
+    python -m bench.serving.corruption_gate --conversations 20 --faults 40 --seed 2
+
+No token may be wrong, no request lost, and every page comes back. First a single worker without tiers answers all turns
+of the conversations, undisturbed. Then two prefill and two decode workers with KV in host memory, on disk and in a
+store answer the same, from device pools that hold a few of the conversations, while records are damaged in each tier,
+stores and folders fail, and services are killed, frozen and drained. A turn whose request ends with an error is asked
+again until it is answered; an answer counts only if each of its tokens is that of the single worker.
+"""
+
+import argparse
+import asyncio
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+
+from bench.load.client import session
+from bench.report.result import ResultRow, write_result
+from bench.serving.conversations import KnownConversation, complete, known_conversations
+from bench.serving.kv_faults import DAMAGED, OUTAGES, KeptKV, limited_disk, tier_settings
+from bench.serving.service_faults import SERVICE_FAULTS, revive
+from bench.system.leftovers import still_held
+from bench.system.local_system import get_json, is_ready, model_of
+from bench.system.services import Services
+from coordinator.store.local_server import RedisServer
+
+ROLES = {"p0": "prefill", "p1": "prefill", "d0": "decode", "d1": "decode"}
+REST_TIMEOUT_S = 90.0
+PROGRESS_S = 30.0
+SHARE_OF_SERVICE_FAULTS = 0.06
+SHARE_OF_TIER_OUTAGES = 0.06
+COMMON = {"TANDEM_NUM_THREADS": "1", "TANDEM_DTYPE": "float32"}
+COUNTED = ("loaded_blocks", "host_hit_blocks", "disk_hit_blocks", "store_hit_blocks")
+REFUSED = ("host_refused_blocks", "disk_refused_blocks", "store_refused_blocks")
+
+
+@dataclass
+class GateReport:
+    """What was done, what became of the requests, and what must be zero in the end."""
+
+    done: Counter[str] = field(default_factory=Counter)
+    errors: Counter[str] = field(default_factory=Counter)
+    counters: Counter[str] = field(default_factory=Counter)
+    num_right: int = 0
+    num_wrong: int = 0
+    num_lost: int = 0
+    num_cached_tokens: int = 0
+    num_prompt_tokens: int = 0
+    held: list[str] = field(default_factory=list)
+    minutes: float = 0.0
+
+    @property
+    def is_passed(self) -> bool:
+        return not (self.num_wrong or self.num_lost or self.held)
+
+    def rows(self) -> list[ResultRow]:
+        made = sum(self.done.values())
+        rows = [ResultRow("faults made", made, "times", {"in minutes": round(self.minutes, 1)})]
+        rows += [ResultRow(f"fault made: {name}", count, "times") for name, count in sorted(self.done.items())]
+        rows += [ResultRow(f"asked again: {name}", count, "requests") for name, count in sorted(self.errors.items())]
+        rows += [
+            ResultRow("share of prompt tokens cached", self.num_cached_tokens / max(1, self.num_prompt_tokens), ""),
+            *(ResultRow(f"at the end: kv_{name}", self.counters[name], "blocks") for name in COUNTED + REFUSED),
+            ResultRow("right answers", self.num_right, "answers"),
+            ResultRow("wrong answers", self.num_wrong, "answers"),
+            ResultRow("requests lost", self.num_lost, "requests"),
+            ResultRow("not given back at rest", len(self.held), "things"),
+        ]
+        return rows
+
+
+def main() -> int:
+    args = parse()
+    rng = random.Random(args.seed)
+    with tempfile.TemporaryDirectory(prefix="tandem-gate-") as name:
+        folder = Path(name)
+        conversations = asyncio.run(undisturbed(folder / "single", args, rng))
+        report = asyncio.run(disturbed(folder / "tiers", args, conversations, rng))
+    for row in report.rows():
+        print(f"{row.name:44s} {row.value:>10.6g} {row.unit}")
+    for line in report.held:
+        print(line, file=sys.stderr)
+    names = ("conversations", "turns", "faults", "seed", "kv_cache_mib", "clients", "transfer", "options")
+    write_result(args.out, "corruption-gate", report.rows(), {name: getattr(args, name) for name in names})
+    return 0 if report.is_passed else 1
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--conversations", type=int, default=500)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--faults", type=int, default=1000, help="the conversations go on until as many were made")
+    parser.add_argument("--kv-cache-mib", type=int, default=48, help="of each worker; a turn needs up to 20")
+    parser.add_argument("--clients", type=int, default=6, help="how many ask at the same time")
+    parser.add_argument("--transfer", default="auto")
+    parser.add_argument("--options", nargs="*", default=[], help="further NAME=VALUE settings of the workers")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=None, help="result file")
+    return parser.parse_args()
+
+
+async def undisturbed(folder: Path, args: argparse.Namespace, rng: random.Random) -> list[KnownConversation]:
+    """Return the conversations with the answers of one worker without tiers."""
+    folder.mkdir()
+    with Services(folder, {"m0": ("--role", "mixed")}, **COMMON | {"TANDEM_NUM_THREADS": "2"}) as services:
+        await start(services)
+        async with session() as http:
+            model = model_of(services.url)
+            return await known_conversations(http, services.url, model, args.conversations, args.turns, rng)
+
+
+async def start(services: Services) -> None:
+    for name in services.names:
+        services.start(name)
+    for name in services.names:
+        await services.ready(name)
+    async with asyncio.timeout(REST_TIMEOUT_S):
+        while not is_ready(services.url):
+            await asyncio.sleep(0.1)
+
+
+async def disturbed(
+    folder: Path, args: argparse.Namespace, conversations: list[KnownConversation], rng: random.Random
+) -> GateReport:
+    disk = folder / "disk"
+    with RedisServer() as store, limited_disk(disk):
+        settings = COMMON | tier_settings(disk, store) | {"TANDEM_KV_CACHE_MIB": str(args.kv_cache_mib)}
+        settings |= dict(option.split("=", 1) for option in args.options)
+        workers = {name: ("--role", role, "--transfer", args.transfer) for name, role in ROLES.items()}
+        with Services(folder, workers, **settings) as services:
+            await start(services)
+            return await play(KeptKV(services, disk, store), args, conversations, rng)
+
+
+async def play(
+    kept: KeptKV, args: argparse.Namespace, conversations: list[KnownConversation], rng: random.Random
+) -> GateReport:
+    """Hold the conversations, again and again until all faults were made, and check what is left at rest."""
+    report, services, started = GateReport(), kept.services, time.monotonic()
+    table = Table(conversations, random.Random(f"{args.seed} order"))
+    async with session() as http:
+        model = model_of(services.url)
+        clients = [asyncio.create_task(client(http, services.url, model, table, report)) for _ in range(args.clients)]
+        striker = asyncio.create_task(strike(kept, args.faults, rng, report, table))
+        teller = asyncio.create_task(tell(report, table, args.faults))
+        try:
+            await asyncio.gather(striker, *clients)
+        finally:
+            teller.cancel()
+        await rest(services, report)
+        report.counters.update(tier_counters(services))
+    report.minutes = (time.monotonic() - started) / 60
+    return report
+
+
+class Table:
+    """The conversations that are under way: who asks takes a turn of one that nobody else holds."""
+
+    def __init__(self, conversations: list[KnownConversation], rng: random.Random) -> None:
+        self._all, self._rng = conversations, rng
+        self._free = list(conversations)
+        self.is_struck = False
+        self.num_rounds = 0
+
+    @property
+    def num_open(self) -> int:
+        return sum(conversation.num_done < len(conversation.turns) for conversation in self._all)
+
+    def take(self) -> KnownConversation | None:
+        """Return one with a turn left, or None once all have ended and all faults were made."""
+        waiting = [one for one in self._free if one.num_done < len(one.turns)]
+        if not waiting and not self.is_struck and self._free:
+            self.num_rounds += 1
+            for conversation in self._free:
+                conversation.num_done = 0
+            waiting = self._free
+        if not waiting:
+            return None
+        taken = self._rng.choice(waiting)
+        self._free.remove(taken)
+        return taken
+
+    def give_back(self, conversation: KnownConversation) -> None:
+        conversation.num_done += 1
+        self._free.append(conversation)
+
+
+async def client(http: aiohttp.ClientSession, url: str, model: str, table: Table, report: GateReport) -> None:
+    while (conversation := table.take()) is not None:
+        turn = conversation.turns[conversation.num_done]
+        while (reply := await complete(http, url, model, turn.prompt, len(turn.answer))).error:
+            report.errors[" ".join(reply.error.split()[:2])] += 1
+            if reply.error.startswith("lost"):
+                report.num_lost += 1
+                break
+            await asyncio.sleep(0.3)
+        else:
+            report.num_cached_tokens += reply.num_cached
+            report.num_prompt_tokens += len(turn.prompt)
+            if reply.tokens == turn.answer:
+                report.num_right += 1
+            else:
+                report.num_wrong += 1
+                print(f"wrong: {reply.tokens}, not {turn.answer}", file=sys.stderr)
+        table.give_back(conversation)
+
+
+async def strike(kept: KeptKV, num_faults: int, rng: random.Random, report: GateReport, table: Table) -> None:
+    """Make the faults; what a service fault ended is started again before the next one."""
+    while sum(report.done.values()) < num_faults:
+        await asyncio.sleep(rng.uniform(0.0, 0.5))
+        kind = rng.random()
+        if kind < SHARE_OF_SERVICE_FAULTS:
+            name = rng.choice(list(SERVICE_FAULTS))
+            await SERVICE_FAULTS[name](kept.services, rng)
+            await asyncio.sleep(rng.uniform(0.0, 2.0))
+            await revive(kept.services)
+            report.done[name] += 1
+        elif kind < SHARE_OF_SERVICE_FAULTS + SHARE_OF_TIER_OUTAGES:
+            name = rng.choice(list(OUTAGES))
+            report.done[name] += await OUTAGES[name](kept, rng)
+        else:
+            name = rng.choice(list(DAMAGED))
+            report.done[name] += await DAMAGED[name](kept, rng)
+    table.is_struck = True
+
+
+async def rest(services: Services, report: GateReport) -> None:
+    """Wait until nothing is held any more; what still is after a while goes into the report."""
+    until = time.monotonic() + REST_TIMEOUT_S
+    await revive(services)
+    while (held := await still_held(services)) and time.monotonic() < until:
+        await revive(services)  # a worker that drained may have ended only now
+        await asyncio.sleep(0.5)
+    report.held = held
+
+
+def tier_counters(services: Services) -> Counter[str]:
+    """Return the counters of the tiers of all workers together.
+
+    Those of workers that were killed are gone.
+    """
+    total: Counter[str] = Counter()
+    for name in services.workers:
+        counters = get_json(f"{services.facts(name)['url']}/health")["core"]["counters"]
+        for counter in COUNTED + REFUSED:
+            total[counter] += int(counters.get(f"kv_{counter}", 0))
+    return total
+
+
+async def tell(report: GateReport, table: Table, num_faults: int) -> None:
+    while True:
+        await asyncio.sleep(PROGRESS_S)
+        print(
+            f"{sum(report.done.values())} of {num_faults} faults, {report.num_right} answers right, "
+            f"{report.num_wrong} wrong, {table.num_open} conversations open in round {table.num_rounds + 1}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""The faults of the corruption gate: they damage what they say, and the verifier refuses it."""
+
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bench.serving import kv_faults
+from contracts.errors import Corrupt, LayoutMismatch
+from kv_transfer.chunks.block_record import verify
+from tests.kv_transfer.tiers.block_samples import LAYOUT, key_of, record_of
+
+ARENA_MIB = 8
+HOLDER = f"""
+import sys
+from kv_transfer.chunks.block_record import verify
+from contracts.errors import Corrupt
+from kv_transfer.tiers.host_memory import HostMemoryTier
+from tests.kv_transfer.tiers.block_samples import LAYOUT, RECORD_NBYTES, buffers, key_of, record_of, worth_of
+
+tier = HostMemoryTier({ARENA_MIB} << 20, RECORD_NBYTES)
+kept = [tier.store(key_of(number), record_of(number), worth_of(number)) for number in range(6)]
+print(all(kept), flush=True)
+sys.stdin.readline()
+bad = 0
+for number in range(6):
+    into = buffers(1)
+    [nbytes] = tier.load([key_of(number)], into)
+    try:
+        verify(into[0][:nbytes], key_of(number), LAYOUT)
+    except Corrupt:
+        bad += 1
+print(bad, flush=True)
+"""
+
+
+@pytest.fixture
+def holder() -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", HOLDER]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield process
+        process.kill()
+
+
+@pytest.mark.parametrize("name", ["a bit turned", "torn"])
+def test_a_damaged_record_is_refused(name: str) -> None:
+    for seed in range(50):
+        damaged = kv_faults.DAMAGES[name](bytes(record_of(1)), random.Random(seed))
+        with pytest.raises(Corrupt):
+            verify(memoryview(damaged), key_of(1), LAYOUT)
+
+
+def test_a_whole_record_of_another_layout_is_refused_by_its_field() -> None:
+    fields = set()
+    for seed in range(20):
+        damaged = kv_faults.of_another_layout(bytes(record_of(1)), random.Random(seed))
+        with pytest.raises(LayoutMismatch) as error:
+            verify(memoryview(damaged), key_of(1), LAYOUT)
+        fields.add(error.value.field)
+    assert fields == {"block_size", "groups[0].dtype"}
+
+
+def test_a_bit_turns_in_the_memory_of_another_process(holder: subprocess.Popen[str]) -> None:
+    assert holder.stdin is not None and holder.stdout is not None
+    assert holder.stdout.readline() == "True\n"
+    assert kv_faults.turn_bit_of(holder.pid, random.Random(0), (ARENA_MIB - 1) << 20)
+    holder.stdin.write("\n")
+    holder.stdin.flush()
+    assert holder.stdout.readline() == "1\n"
+
+
+def test_records_on_disk_are_damaged_in_their_place(tmp_path: Path) -> None:
+    files = [tmp_path / f"{number}.kv" for number in range(2)]
+    for number, file in enumerate(files):
+        file.write_bytes(record_of(number))
+    before = [file.read_bytes() for file in files]
+    assert kv_faults.exchange_on_disk(tmp_path, random.Random(0))
+    assert len({file.read_bytes() for file in files}) == 1
+    assert kv_faults.damage_disk(tmp_path, random.Random(0), kv_faults.torn)
+    assert {len(file.read_bytes()) for file in files} != {len(record) for record in before}
