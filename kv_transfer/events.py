@@ -1,5 +1,6 @@
 """The events that a TransferNode reports to its owner through `poll()`."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from contracts.handoff import Abort, AbortAck, ChunkHeader, Commit, Fin, Grant, Offer, Refuse, Wait
@@ -68,6 +69,22 @@ TransferEvent = MessageReceived | ChunkLanded | ChunkBad | Drained | PeerDisconn
 
 
 @dataclass(frozen=True, slots=True)
+class LevelStats:
+    """The messages of one level of compression on a link.
+
+    `nbytes`: the KV in them; `wire_nbytes`: as it was sent; `seconds`: spent encoding, on an incoming link decoding.
+    """
+
+    nbytes: int = 0
+    wire_nbytes: int = 0
+    seconds: float = 0.0
+
+    def plus(self, nbytes: int, wire_nbytes: int, seconds: float) -> "LevelStats":
+        """Return the counters with one more message."""
+        return LevelStats(self.nbytes + nbytes, self.wire_nbytes + wire_nbytes, self.seconds + seconds)
+
+
+@dataclass(frozen=True, slots=True)
 class LinkStats:
     """The counters of one link since it was made.
 
@@ -75,8 +92,7 @@ class LinkStats:
     description (for UCX, of the endpoint's lanes). `busy_s`: seconds spent packing and sending, or fetching, checking
     and writing pages, the device's time included, but not waiting for a chunk to be computed. `num_stale`: chunks
     discarded for want of a live grant. `nbytes_per_s`: rate of recently finished handoffs, 0.0 while unknown and on
-    incoming links. `level`: of the last message that was compressed, empty if none; `wire_nbytes`: bytes of
-    all messages of a link that may compress, as they were sent.
+    incoming links. `levels`: by name, on a link that may compress; "raw" is of messages that were not.
     """
 
     peer_id: WorkerId
@@ -91,5 +107,4 @@ class LinkStats:
     num_bad: int
     num_stale: int
     nbytes_per_s: float
-    level: str = ""
-    wire_nbytes: int = 0
+    levels: Mapping[str, LevelStats]

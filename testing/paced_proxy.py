@@ -10,18 +10,18 @@ _BUFFER_NBYTES = 64 << 10
 
 
 class PacedProxy:
-    """A proxy on a port of the loopback interface, until it is closed.
+    """A proxy on the loopback interface, until it is closed.
 
     `target`: the `host:port` that it connects to. `nbytes_per_s`: of all connections together, towards the target; the
-    way back is not paced.
+    way back is not paced. `listen`: its own address.
     """
 
-    def __init__(self, target: str, nbytes_per_s: float) -> None:
+    def __init__(self, target: str, nbytes_per_s: float, listen: tuple[str, int] = ("127.0.0.1", 0)) -> None:
         host, _, port = target.rpartition(":")
         self._target, self._nbytes_per_s = (host, int(port)), nbytes_per_s
         self._listener = socket.socket()
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_NBYTES)  # inherited
-        self._listener.bind(("127.0.0.1", 0))
+        self._listener.bind(listen)
         self._listener.listen()
         self._sockets: list[socket.socket] = [self._listener]
         self._lock, self._due_s = threading.Lock(), 0.0
@@ -30,7 +30,8 @@ class PacedProxy:
 
     @property
     def address(self) -> str:
-        return f"127.0.0.1:{self._listener.getsockname()[1]}"
+        host, port = self._listener.getsockname()
+        return f"{host}:{port}"
 
     def close(self) -> None:
         """End all connections; return when no thread runs any more."""

@@ -73,8 +73,22 @@ class CoreReady(msgspec.Struct, frozen=True, tag="core_ready"):
     capabilities: TransferCapabilities
 
 
+class LevelStatus(msgspec.Struct, frozen=True):
+    """The KV that crossed a link at one level of compression.
+
+    `nbytes`: before; `wire_nbytes`: as it was sent; `seconds`: of coding at this end.
+    """
+
+    nbytes: int
+    wire_nbytes: int
+    seconds: float
+
+
 class LinkStatus(msgspec.Struct, frozen=True):
-    """The counters of the link to one peer. `nbytes_per_s` is 0.0 while unknown."""
+    """The counters of the link to one peer. `nbytes_per_s` is 0.0 while unknown.
+
+    `levels`: of a link that may compress, by name; "raw" is what was sent as it was.
+    """
 
     peer: str
     outgoing: bool
@@ -83,6 +97,7 @@ class LinkStatus(msgspec.Struct, frozen=True):
     state: str
     counters: dict[str, float]
     nbytes_per_s: float = 0.0
+    levels: dict[str, LevelStatus] = {}
 
 
 class CoreStatus(msgspec.Struct, frozen=True):

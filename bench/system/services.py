@@ -102,4 +102,6 @@ class Services:
             return ["gateway", "--port", str(self._port)]
         if name == "coordinator":
             return ["coordinator", "--port", "0"]
-        return ["tandem", "worker", "--worker-id", name, *self.workers[name], "--port", "0"]
+        flags = self.workers[name]
+        port = () if "--port" in flags else ("--port", "0")
+        return ["tandem", "worker", "--worker-id", name, *flags, *port]

@@ -107,6 +107,14 @@ function linkRow(worker, link, before, seconds) {
   return h(`li${moved ? ".busy" : ""}`, {},
     h("span", {}, h("b.from", {}, worker.worker_id), " → ", h("b.to", {}, link.peer)),
     h("span", { title: link.detail }, `${link.transport}, ${link.state}`),
-    h("span", {}, `${count(chunks)} ${chunks === 1 ? "chunk" : "chunks"} sent, ${bytes(nbytes)}`),
+    h("span", {}, `${count(chunks)} ${chunks === 1 ? "chunk" : "chunks"} sent, ${bytes(nbytes)}${compression(link)}`),
     h("span", {}, moved ? `${bytes(moved)}/s now` : speed));
+}
+
+/** Return the levels at which a link's KV was compressed and the ratio, such as ", lossless 1.2x". */
+function compression(link) {
+  const levels = Object.entries(link.levels ?? {});
+  const names = levels.filter(([name]) => name !== "raw").map(([name]) => name);
+  const sum = (field) => levels.reduce((total, [, level]) => total + level[field], 0);
+  return names.length ? `, ${names.join(" ")} ${(sum("nbytes") / sum("wire_nbytes")).toFixed(1)}x` : "";
 }

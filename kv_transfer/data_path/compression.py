@@ -1,5 +1,6 @@
 """The compression of a link's segments: which pages they hold, and when a level pays."""
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 
@@ -12,18 +13,22 @@ from kv_transfer.codecs.choice import MAX_NBYTES_PER_S, CodecRate, choose_level
 from kv_transfer.codecs.level import EXACT_PAGES, LEVELS
 from kv_transfer.codecs.numbers import from_float32
 from kv_transfer.codecs.page_format import PageFormat, PageRun, runs_of
+from kv_transfer.events import LevelStats
 
+RAW = "raw"
+"""The name under which messages that were not compressed are counted."""
 _TRIAL_PAGES = 32
 _TRIALS = 4  # of which the best counts: the first loads what it needs, others may be disturbed
 _MEMORY_S = 0.5
 """The seconds after which a look at the link's bandwidth counts for half."""
+log = logging.getLogger(__name__)
 
 
 class SegmentCodec:
     """The codec of one link's segments, at either end: `levels` are those that both ends allow.
 
     Units are parts of pages of one plane, part by part and in each plane by plane, as HostStaging orders them. The
-    first pages of a prompt keep every bit at every level.
+    first pages of a prompt keep every bit at every level. `stats`: by level, of the messages that were counted.
     """
 
     def __init__(self, layout: KVLayout, num_parts: int, levels: Sequence[str]) -> None:
@@ -36,6 +41,12 @@ class SegmentCodec:
             [name == "k" for name in group.planes] * (group.num_layers * num_parts) for group in layout.groups
         ]
         self._layout = layout
+        self.stats: dict[str, LevelStats] = {}
+
+    def count(self, level: str, nbytes: int, wire_nbytes: int, seconds: float) -> None:
+        """Count a message; `level` is empty for one that was not compressed."""
+        name = level or RAW
+        self.stats[name] = self.stats.get(name, LevelStats()).plus(nbytes, wire_nbytes, seconds)
 
     @property
     def format(self) -> PageFormat:
@@ -109,14 +120,14 @@ class LinkBandwidth:
 class Compressor:
     """The sender's choice of a level for each message of a link.
 
-    `queued_nbytes()`: how much of what was sent is still in the socket. `level`: of the last message that was
-    compressed; `wire_nbytes`: of all messages, as they were sent.
+    `peer`: who receives, for the log. `queued_nbytes()`: how much of what was sent is still in the socket.
     """
 
-    def __init__(self, segments: SegmentCodec, message_nbytes: int, queued_nbytes: Callable[[], int]) -> None:
+    def __init__(
+        self, peer: str, segments: SegmentCodec, message_nbytes: int, queued_nbytes: Callable[[], int]
+    ) -> None:
         self.segments, self.bandwidth, self._message_nbytes = segments, LinkBandwidth(), message_nbytes
-        self._queued_nbytes = queued_nbytes
-        self.level, self.wire_nbytes = "", 0
+        self._peer, self._queued_nbytes = peer, queued_nbytes
         self._rates: dict[str, CodecRate] | None = None
         self._scratch = np.empty(message_nbytes, dtype=np.uint8)
 
@@ -125,6 +136,18 @@ class Compressor:
 
         For a lossy level `pages` become what the receiver will have. `left_nbytes`: of the chunk, from here on.
         """
+        start = time.perf_counter()
+        level, payload = self._try(header, first, pages, left_nbytes)
+        seconds = time.perf_counter() - start if level else 0.0
+        self._log_first(level)
+        self.segments.count(level, len(pages), len(payload) if level else len(pages), seconds)
+        return level, payload
+
+    def sent(self, nbytes: int) -> None:
+        """Record a message as it was given to the socket."""
+        self.bandwidth.observe(nbytes, self._queued_nbytes(), time.perf_counter())
+
+    def _try(self, header: ChunkHeader, first: int, pages: np.ndarray, left_nbytes: int) -> tuple[str, bytes]:
         bandwidth = self.bandwidth.nbytes_per_s
         if not 0 < bandwidth < MAX_NBYTES_PER_S:
             return "", b""
@@ -140,7 +163,8 @@ class Compressor:
             pages[:] = decoded
         return level, payload
 
-    def sent(self, nbytes: int, level: str) -> None:
-        """Record a message as it was given to the socket."""
-        self.level, self.wire_nbytes = level or self.level, self.wire_nbytes + nbytes
-        self.bandwidth.observe(nbytes, self._queued_nbytes(), time.perf_counter())
+    def _log_first(self, level: str) -> None:
+        """Log the first message of each level."""
+        if level and level not in self.segments.stats:
+            rate = 8 * self.bandwidth.nbytes_per_s / 1e6
+            log.info("KV to %s is compressed, level %s: the link takes %.0f Mbit/s", self._peer, level, rate)

@@ -143,13 +143,17 @@ class Receiver:
         if segment.offset + segment.nbytes > assembly.header.nbytes:
             raise Corrupt(f"more bytes came than the {assembly.header.nbytes} announced")
         if not segment.level:
+            if self._codec is not None:
+                self._codec.count("", segment.nbytes, segment.nbytes, 0.0)
             return slot.payload
         if self._codec is None or segment.level not in self._codec.levels:
             raise Corrupt(f"level '{segment.level}' of compression was not agreed")
         if len(self._decoded) < segment.nbytes:
             self._decoded = np.empty(len(slot.payload), dtype=np.uint8)
         coded, decoded = slot.payload[: segment.coded_nbytes], self._decoded[: segment.nbytes]
+        start = time.perf_counter()
         self._codec.decode(assembly.header, segment.offset // unit_nbytes, coded, decoded)
+        self._codec.count(segment.level, segment.nbytes, segment.coded_nbytes, time.perf_counter() - start)
         return decoded
 
     def _check(self, assembly: ChunkAssembly, segment: KVSegment, payload: Any) -> None:

@@ -224,7 +224,7 @@ class Sender:
             pages[: len(payload)] = np.frombuffer(payload, dtype=np.uint8)
             piece = msgspec.structs.replace(piece, level=level, coded_nbytes=len(payload))
         header = self._send_piece(slot, piece, checksum)
-        compressor.sent(piece.wire_nbytes, level)
+        compressor.sent(piece.wire_nbytes)
         return header
 
 

@@ -92,6 +92,7 @@ class IncomingLink(Link):
             self._pull_receiver = self._pull_receiver_of(channel.remotes, theirs.checksum)
             self._serve(wire.sock, theirs, channel, self._pull_receiver)
             return
+        self._segments = self._segment_codec(theirs)
         receiver = Receiver(
             self.grants,
             stagings_of(channel, self.parts.pools, self.parts.ring, receiver=ours, sender=theirs),
@@ -100,7 +101,7 @@ class IncomingLink(Link):
             self._on_arrived,
             self._on_bad,
             self._on_drained,
-            self._segment_codec(theirs),
+            self._segments,
         )
         self._serve(wire.sock, theirs, channel, receiver)
 

@@ -25,6 +25,7 @@ from kv_transfer.connection.control_connection import PEER_CLOSED, ControlConnec
 from kv_transfer.connection.handshake import Identity
 from kv_transfer.connection.handshake_frames import Terms
 from kv_transfer.connection.handshake_socket import FRAME_MAX_NBYTES, shut
+from kv_transfer.data_path.compression import SegmentCodec
 from kv_transfer.data_path.sender import Key
 from kv_transfer.events import Drained, LinkStats, MessageReceived, TransferEvent
 from kv_transfer.links.path_health import PathHealth
@@ -141,6 +142,7 @@ class Link(ABC):
         self._failure: tuple[str, str] | None = None
         self._fenced = False
         self._sock: socket.socket | None = None
+        self._segments: SegmentCodec | None = None
         self._control: ControlConnection | None = None
         self._channel: Channel | None = None
         self._mover: Mover | None = None
@@ -194,6 +196,7 @@ class Link(ABC):
             num_bad=mover.num_bad if mover else 0,
             num_stale=mover.num_stale if mover else 0,
             nbytes_per_s=self.nbytes_per_s,
+            levels=dict(self._segments.stats) if self._segments else {},
         )
 
     @property

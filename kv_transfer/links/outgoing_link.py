@@ -5,7 +5,6 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -37,7 +36,6 @@ from kv_transfer.data_path.compression import Compressor, SegmentCodec
 from kv_transfer.data_path.pull_sender import PullSender
 from kv_transfer.data_path.sender import ChunkJob, FinJob, Key, Sender, SendQueue, check_sendable
 from kv_transfer.data_path.staging import sender_stagings
-from kv_transfer.events import LinkStats
 from kv_transfer.links.handoff_rate import HandoffRate
 from kv_transfer.links.link import Link, LinkParts
 from kv_transfer.transports.nvlink import SharedPool
@@ -62,7 +60,6 @@ class OutgoingLink(Link):
         self.was_asked = was_asked  # whether a request needs it; guarded by the node's lock
         self._num_parts = parts.layout.tp_size
         self._other_layout: KVLayout | None = None
-        self._compressor: Compressor | None = None
         super().__init__(parts, peer.worker_id, peer.incarnation, self.queue)
         self.thread = threading.Thread(
             target=self._run_to_the_end, args=(self._connect_and_serve,), name=f"kv-link-{peer.worker_id}", daemon=True
@@ -133,12 +130,6 @@ class OutgoingLink(Link):
             self._pull_sender.read(key)
             self._on_drained(key)
 
-    def stats(self) -> LinkStats:
-        stats = super().stats()
-        if self._compressor is None:
-            return stats
-        return replace(stats, level=self._compressor.level, wire_nbytes=self._compressor.wire_nbytes)
-
     @property
     def nbytes_per_s(self) -> float:
         return self._rate.nbytes_per_s
@@ -164,11 +155,11 @@ class OutgoingLink(Link):
             self._pull_sender = PullSender(self.queue, channel.mark, self.send, self._rate.reported)
             self._serve(sock, theirs, channel, self._pull_sender)
             return
-        stagings = sender_stagings(channel, self.parts.pools, ring, ours, theirs)
+        stagings, compressor = sender_stagings(channel, self.parts.pools, ring, ours, theirs), None
         if isinstance(channel, TcpOutbound) and (levels := common_levels(ours, theirs, self.transport)):
-            segments = SegmentCodec(theirs.layout, self._num_parts, levels)
-            self._compressor = Compressor(segments, ring.slot_nbytes, lambda: channel.queued_nbytes)
-        sender = Sender(self.queue, stagings, channel, self.send, self._rate.sent, self._on_drained, self._compressor)
+            self._segments = SegmentCodec(theirs.layout, self._num_parts, levels)
+            compressor = Compressor(self.peer_id, self._segments, ring.slot_nbytes, lambda: channel.queued_nbytes)
+        sender = Sender(self.queue, stagings, channel, self.send, self._rate.sent, self._on_drained, compressor)
         self._serve(sock, theirs, channel, sender)
 
     def _for_peer(self, header: ChunkHeader, pages: Sequence[BlockId], checksums: np.ndarray | None) -> ChunkHeader:

@@ -24,6 +24,7 @@ from engine.cuda.model.format_choice import experts_changed, kept_as, resolve_de
 from engine.cuda.model.memory_footprint import least_weights_nbytes
 from process.memory_limit import available_nbytes, limit_nbytes
 from service.version import release
+from tandem.commands.codec_finding import codec_words
 from tandem.local.gpu_assignment import Gpu, count_gpus, look_at, what_holds
 from tandem.local.system_plan import require_redis
 
@@ -153,6 +154,14 @@ def _transports(options: argparse.Namespace) -> Iterator[tuple[str, Level]]:
     env = os.environ | {"LD_LIBRARY_PATH": str(libraries)}
     said = subprocess.run([program, "-d"], env=env, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S).stdout
     yield f"UCX: {ucx_devices(said)}", Level.OK
+
+
+def _codec(options: argparse.Namespace) -> Iterator[tuple[str, Level]]:
+    try:
+        config = open_checkpoint(options.model).config
+    except ConfigError:  # reported by _model
+        return
+    yield codec_words(config), Level.OK
 
 
 def ucx_devices(said: str) -> str:
@@ -329,6 +338,7 @@ CHECKS: dict[str, Check] = {
     "redis": _redis,
     "model": _model,
     "transports": _transports,
+    "kv codec": _codec,
     "cpu": _cpu,
     "gpu": _gpu,
 }

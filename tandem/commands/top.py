@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tandem.commands import ps
-from tandem.commands.top_snapshot import REQUESTS, Change, Look, Samples, change, look
+from tandem.commands.top_snapshot import REQUESTS, Change, LinkView, Look, Samples, change, look
 
 DESCRIPTION = "Watch the running systems: who is busy, how full KV caches are, what is moved, how fast answers come."
 EXAMPLES = """\
@@ -25,6 +25,7 @@ run, wait       requests that a worker computes, and that wait there for their t
 KV              how much of the cache running requests hold; what is kept for later prompts counts as free
 prompt, answer  tokens computed of prompts, and produced of answers
 MB/s            KV sent (prefill) or received (decode); a link's own is under `links`, with the transport really taken
+codec           levels at which a link's KV is compressed, and how many times smaller that makes what it sends
 handoffs        requests between prefill and decode now: pages asked for, refused until some are free, granted while
                 chunks cross, committed and decoding
 Rates and times are means over the last interval; - is what nobody has measured yet.
@@ -40,7 +41,7 @@ STYLES = {
 }
 WORKER_COLUMNS = ("worker", "state", "run", "wait", "KV", "prompt t/s", "answer t/s", "MB/s", "handoffs/s")
 GATEWAY_COLUMNS = ("gateway", "state", "in flight", "requests/s", "errors/s", "tok/s", "TTFT ms", "ITL ms")
-LINK_COLUMNS = ("links", "by", "state", "MB sent", "MB/s")
+LINK_COLUMNS = ("links", "by", "state", "codec", "MB of KV", "MB/s")
 HANDOFFS = {"RESERVING": "offered", "HELD": "waiting for pages", "TRANSFERRING": "granted", "COMMITTED": "committed"}
 """The states of the coordinator's table that a handoff passes -> their names in this view."""
 WIDE = 100
@@ -149,15 +150,22 @@ def _workers(rows: Sequence[ps.Row], before: Look, after: Look, gap: int) -> Tab
 
 def _links(rows: Sequence[ps.Row], before: Look, after: Look, gap: int) -> Table | Text:
     """Return a table with a line for each sending end of a link, or a note if there is none yet."""
-    table = _table(LINK_COLUMNS, gap, num_words=3)
+    table = _table(LINK_COLUMNS, gap, num_words=4)
     for row in rows:
         earlier = {link.peer: link.nbytes for link in before.page(row).links}
         for link in after.page(row).links:
             span_s = after.at_s - before.at_s
             moved = (link.nbytes - earlier.get(link.peer, 0.0)) / span_s if span_s else None
-            name = f"{row['id']} → {link.peer}"
-            table.add_row(name, link.transport, _state(link.state), _megabytes(link.nbytes), _megabytes(moved))
+            words = f"{row['id']} → {link.peer}", link.transport, _state(link.state), _codec(link)
+            table.add_row(*words, _megabytes(link.nbytes), _megabytes(moved))
     return table if table.row_count else Text("no KV was moved yet", "dim")
+
+
+def _codec(link: LinkView) -> str:
+    """Return the levels of a link and its ratio, such as "lossless 1.2x"; "-" if nothing was compressed."""
+    names = " ".join(name for name in link.levels if name != "raw")
+    before, sent = (sum(sizes) for sizes in zip(*link.levels.values(), strict=True)) if names else (0.0, 0.0)
+    return f"{names} {before / sent:.1f}x" if sent else "-"
 
 
 def _table(columns: Sequence[str], gap: int, num_words: int = 2) -> Table:

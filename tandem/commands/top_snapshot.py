@@ -2,7 +2,9 @@
 
 import http.client
 import time
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -15,6 +17,7 @@ TIMEOUT_S = 2.0
 REQUESTS = "tandem_gateway_requests_total"
 STATES = "tandem_coordinator_requests"
 SENT = "tandem_link_nbytes_total"
+CODED, CODED_SENT = "tandem_link_codec_nbytes_total", "tandem_link_codec_wire_nbytes_total"
 
 Samples = dict[str, float]
 """Sample name -> value, summed over its labels."""
@@ -22,12 +25,16 @@ Samples = dict[str, float]
 
 @dataclass(frozen=True)
 class LinkView:
-    """An outgoing end of a handoff link; `transport` is the one in use."""
+    """An outgoing end of a handoff link; `transport` is the one in use.
+
+    `levels`: of a link that may compress its KV, by name, bytes before and as they were sent.
+    """
 
     peer: str
     transport: str
     state: str
     nbytes: float
+    levels: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -107,6 +114,7 @@ def parse(text: str) -> Page:
     sums: Samples = {}
     states: Samples = {}
     links: list[LinkView] = []
+    levels: defaultdict[str, dict[str, tuple[float, float]]] = defaultdict(dict)
     for sample in (sample for family in text_string_to_metric_families(text) for sample in family.samples):
         name, labels, value = sample.name, sample.labels, sample.value
         sums[name] = sums.get(name, 0.0) + value
@@ -116,4 +124,7 @@ def parse(text: str) -> Page:
             states[labels["state"]] = value
         elif name == SENT and labels.get("direction") == "out":
             links.append(LinkView(labels["peer"], labels["transport"], labels["state"], value))
-    return Page(sums, states, tuple(links))
+        elif name in (CODED, CODED_SENT) and labels["direction"] == "out":
+            before, sent = levels[labels["peer"]].get(labels["level"], (0.0, 0.0))
+            levels[labels["peer"]][labels["level"]] = (value, sent) if name == CODED else (before, value)
+    return Page(sums, states, tuple(replace(link, levels=levels.get(link.peer, {})) for link in links))

@@ -12,7 +12,7 @@ from coordinator.metrics import render as coordinator_text
 from coordinator.store.store import Counts
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.observability.metrics import Metrics
-from kv_transfer.events import LinkStats
+from kv_transfer.events import LevelStats, LinkStats
 from tests.gateway.gateway_rig import GATEWAY, ListStore
 from tests.nodes import node_info
 from tests.path.ring import Ring, Side
@@ -47,4 +47,5 @@ def _worker(side: Side) -> bytes:
 
 
 def _link() -> LinkStats:
-    return LinkStats(WorkerId("d"), Incarnation("1"), True, "up", "ucx", "tcp/lo", 1, 1, 0.1, 0, 0, 1.0)
+    levels = {"raw": LevelStats(1, 1, 0.0)}
+    return LinkStats(WorkerId("d"), Incarnation("1"), True, "up", "ucx", "tcp/lo", 1, 1, 0.1, 0, 0, 1.0, levels)

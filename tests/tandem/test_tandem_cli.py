@@ -249,6 +249,13 @@ tandem_gateway_requests_total{code="overloaded"} 3.0
 # TYPE tandem_link_nbytes counter
 tandem_link_nbytes_total{peer="a",direction="out",transport="shm",state="up"} 10.0
 tandem_link_nbytes_total{peer="b",direction="in",transport="ucx",state="up"} 20.0
+# TYPE tandem_link_codec_nbytes counter
+tandem_link_codec_nbytes_total{peer="a",direction="out",level="raw"} 2.0
+tandem_link_codec_nbytes_total{peer="a",direction="out",level="4bit"} 8.0
+tandem_link_codec_nbytes_total{peer="b",direction="in",level="4bit"} 9.0
+# TYPE tandem_link_codec_wire_nbytes counter
+tandem_link_codec_wire_nbytes_total{peer="a",direction="out",level="raw"} 2.0
+tandem_link_codec_wire_nbytes_total{peer="a",direction="out",level="4bit"} 2.0
 # TYPE tandem_coordinator_requests gauge
 tandem_coordinator_requests{state="TRANSFERRING"} 2.0
 tandem_coordinator_requests{state="COMMITTED"} 1.0
@@ -260,7 +267,9 @@ def test_a_page_of_metrics() -> None:
     assert (page.sums["tandem_gateway_requests_total"], page.sums["errors"]) == (21.0, 2.0)
     assert page.sums["tandem_link_nbytes_total"] == 30.0  # over all labels
     assert page.states == {"TRANSFERRING": 2.0, "COMMITTED": 1.0}
-    assert page.links == (look.LinkView("a", "shm", "up", 10.0),)  # who sends tells of it
+    assert page.links == (
+        look.LinkView("a", "shm", "up", 10.0, {"raw": (2.0, 2.0), "4bit": (8.0, 2.0)}),
+    )  # who sends tells of it
 
 
 def test_rates_and_means_of_an_interval() -> None:

@@ -5,7 +5,7 @@ from process.thread_times import ThreadTimes
 from tests.nodes import node_info
 from worker.front.event_streams import EventStreams
 from worker.front.worker_state import WorkerState
-from worker.messages import CoreStatus, LinkStatus
+from worker.messages import CoreStatus, LevelStatus, LinkStatus
 
 
 class RememberingCore:
@@ -27,7 +27,8 @@ def make_state() -> WorkerState:
 
 
 def make_status(num_turns: int) -> CoreStatus:
-    links = [LinkStatus("d", True, "ucx", "tcp/lo", "open", {"nbytes": 5.0}, 7e9)]
+    levels = {"4bit": LevelStatus(800, 100, 0.5)}
+    links = [LinkStatus("d", True, "ucx", "tcp/lo", "open", {"nbytes": 5.0}, 7e9, levels)]
     return CoreStatus(
         num_turns, 7, NodeLoad(num_running=3), {"prefill_tokens": 11.0}, {"running": 3.0, "requests": 3.0}, links, False
     )

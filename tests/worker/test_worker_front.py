@@ -254,6 +254,9 @@ async def test_metrics_name_the_way_the_bytes_take(state, client):
     assert "tandem_worker_start_time_seconds 12.5" in text
     assert 'tandem_link_nbytes_total{direction="out",peer="d",state="open",transport="ucx"} 5.0' in text
     assert 'tandem_link_nbytes_per_second{direction="out",peer="d",state="open",transport="ucx"} 7e+09' in text
+    assert 'tandem_link_codec_nbytes_total{direction="out",level="4bit",peer="d"} 800.0' in text
+    assert 'tandem_link_codec_wire_nbytes_total{direction="out",level="4bit",peer="d"} 100.0' in text
+    assert 'tandem_link_codec_seconds_total{direction="out",level="4bit",peer="d"} 0.5' in text
 
 
 async def test_metrics_have_the_names_of_vllm_for_what_only_a_worker_knows(state, client):

@@ -13,7 +13,7 @@ from process.garbage_collector import COLLECTIONS
 from worker.core.attempt_table import AttemptTable
 from worker.core.kv_tiers import KVTiers
 from worker.core.role_handler import RoleHandler
-from worker.messages import CoreStatus, LinkStatus
+from worker.messages import CoreStatus, LevelStatus, LinkStatus
 
 STATUS_PERIOD_S = 0.1
 RATE_WINDOW_S = 2.0
@@ -208,5 +208,8 @@ def _link_status(stats: LinkStats) -> LinkStatus:
             "busy_seconds": stats.busy_s,
             "bad_chunks": stats.num_bad,
             "stale_chunks": stats.num_stale,
+        },
+        levels={
+            name: LevelStatus(level.nbytes, level.wire_nbytes, level.seconds) for name, level in stats.levels.items()
         },
     )

@@ -90,3 +90,22 @@ def _links(links: list[LinkStatus]) -> Iterator[Metric]:
         if link.outgoing:
             rates.add_metric([link.peer, "out", link.transport, link.state], link.nbytes_per_s)
     yield rates
+    yield from _levels(links)
+
+
+def _levels(links: list[LinkStatus]) -> Iterator[Metric]:
+    """Yield what each level of compression did on the links that may compress."""
+    labels = ["peer", "direction", "level"]
+    words = {
+        "codec_nbytes": "KV at this level, before compression",
+        "codec_wire_nbytes": "KV at this level, as it was sent",
+        "codec_seconds": "encoding, where direction is out, or decoding",
+    }
+    families = {name: CounterMetricFamily(f"tandem_link_{name}", text, labels=labels) for name, text in words.items()}
+    for link in links:
+        direction = "out" if link.outgoing else "in"
+        for name, level in link.levels.items():
+            values = (level.nbytes, level.wire_nbytes, level.seconds)
+            for family, value in zip(families.values(), values, strict=True):
+                family.add_metric([link.peer, direction, name], value)
+    yield from families.values()

@@ -1,0 +1,87 @@
+"""On a slow network greedy tokens survive what loses nothing; what loses is taken only where both ends name it."""
+
+import asyncio
+from pathlib import Path
+
+import httpx
+import pytest
+
+from bench.system.local_system import get_json
+from bench.system.services import Services
+from process.sockets import free_port
+from testing.paced_proxy import PacedProxy
+from tests.waiting import until
+
+pytestmark = pytest.mark.slow
+
+SLOW, FAST = 6e6, 1e9
+"""Bytes a second of the network to decode: of KV and of everything else."""
+DECODE_HOST = "127.0.0.2"
+DEADLINE_S = 120.0
+NUM_PROMPTS, MAX_TOKENS = 3, 16
+PLAIN = {"TANDEM_DTYPE": "float32", "TANDEM_NUM_THREADS": "1", "TANDEM_TRANSFER": "tcp", "TANDEM_KV_CACHE_MIB": "256"}
+
+
+def flags(role: str, setting: str, *others: str) -> tuple[str, ...]:
+    return "--role", role, "--kv-codec", setting, "--max-batched-tokens", "128", *others
+
+
+async def answers(folder: Path, prefill: str, decode: str) -> tuple[list[list[int]], dict[str, dict]]:
+    """Return the tokens of all prompts and the levels that prefill's end of the link used.
+
+    `prefill`, `decode`: the `--kv-codec` of each.
+    """
+    http_port, kv_port = free_port(), free_port()
+    own = "--port", str(http_port), "--transfer-port", str(kv_port), "--advertise-host", DECODE_HOST
+    folder.mkdir()
+    proxies = [
+        PacedProxy(f"127.0.0.1:{port}", rate, (DECODE_HOST, port))
+        for port, rate in ((http_port, FAST), (kv_port, SLOW))
+    ]
+    workers = {"p": flags("prefill", prefill), "d": flags("decode", decode, *own)}
+    try:
+        with Services(folder, workers, **PLAIN) as services:
+            for name in ("p", "d", "gateway"):
+                services.start(name)
+            await asyncio.gather(*(services.ready(name) for name in ("p", "d", "gateway")))
+            until(lambda: httpx.get(f"{services.url}/ready").status_code == 200)
+            tokens = [await asyncio.to_thread(ask, services.url, index) for index in range(NUM_PROMPTS)]
+            return tokens, levels(services.facts("p")["url"])
+    finally:
+        for proxy in proxies:
+            proxy.close()
+
+
+def ask(url: str, index: int) -> list[int]:
+    prompt = [(17 * index + 13 * position) % 4000 + 100 for position in range(400)]
+    body = {"prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    reply = httpx.post(f"{url}/v1/completions", json=body, timeout=DEADLINE_S)
+    assert reply.status_code == 200, reply.text
+    return reply.json()["choices"][0]["token_ids"]
+
+
+def levels(url: str) -> dict[str, dict]:
+    nbytes = NUM_PROMPTS * 400 * 46080 * 15 // 16
+
+    def links() -> list[dict]:
+        return [link for link in get_json(f"{url}/health")["core"]["links"] if link["counters"]["nbytes"] >= nbytes]
+
+    until(links, words=lambda: get_json(f"{url}/health")["core"]["links"])  # told a moment later
+    (link,) = links()
+    assert link["transport"] == "tcp"
+    return link["levels"]
+
+
+async def test_a_slow_network_changes_no_token_unless_a_lossy_level_is_named_at_both_ends(tmp_path: Path) -> None:
+    plain, used = await answers(tmp_path / "off", "off", "auto")
+    assert used == {}
+    assert all(len(tokens) == MAX_TOKENS for tokens in plain)
+
+    exact, used = await answers(tmp_path / "auto", "4bit", "auto")
+    assert exact == plain
+    assert set(used) - {"raw"} == {"lossless"}
+    assert used["lossless"]["wire_nbytes"] < 0.9 * used["lossless"]["nbytes"]
+
+    _, used = await answers(tmp_path / "4bit", "4bit", "4bit")
+    assert set(used) - {"raw"} == {"4bit"}
+    assert used["4bit"]["wire_nbytes"] < 0.25 * used["4bit"]["nbytes"]
