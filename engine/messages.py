@@ -47,11 +47,13 @@ class Reservation:
 class Started:
     """The scheduler picked the request for the first time.
 
-    `cached_tokens`: its prefix hit; if adopted, the prompt.
+    `cached_tokens`: its prefix hit; if adopted, the prompt. `load_s`: how long it waited for KV from
+    lower tiers, in seconds.
     """
 
     request_id: RequestId
     cached_tokens: int
+    load_s: float = 0.0
 
 
 class PageChecksums(Protocol):

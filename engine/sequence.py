@@ -31,6 +31,8 @@ class Sequence:
 
     Of the prompt's log-probabilities the first `num_scored` are told, or were not asked for.
 
+    `load_s`: the seconds that it waited for KV from lower tiers before it started.
+
     The last `num_pending` tokens (none or one) are being drawn by the device: their ids mean nothing yet.
 
     `tokens` and `blocks` are 32-bit arrays, so that numpy reads them without a Python loop.
@@ -66,6 +68,7 @@ class Sequence:
         self.num_prefilled = self.num_prompt
         self.num_scored = self.num_prompt if sampling.prompt_logprobs is None else 1  # nothing foretells token 0
         self.started = False
+        self.load_s = 0.0
         self.draw_key: int | None = None
 
     @property

@@ -91,7 +91,7 @@ class StepPipeline:
         if not batch.chunks:
             return None
         self._blocks.on_launched()
-        started = tuple(Started(s.request_id, s.num_computed) for s in batch.started)
+        started = tuple(Started(s.request_id, s.num_computed, s.load_s) for s in batch.started)
         for start in started:
             observer.started(start)
         if _log.isEnabledFor(logging.DEBUG):

@@ -165,6 +165,18 @@ class PrefixLoad:
 
 
 @dataclass(frozen=True)
+class EndedLoad:
+    """A load that is over.
+
+    The first `num_blocks` hold their KV. `seconds`: how long the sequence waited for it.
+    """
+
+    request_id: RequestId
+    num_blocks: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class NewBlock:
     """A block that entered the prefix cache; its content is there as long as its generation is the same."""
 
@@ -182,8 +194,8 @@ class LowerTiers(Protocol):
         """Begin to fill blocks, unless that does not pay; returns whether it began."""
         ...
 
-    def finished(self) -> list[tuple[RequestId, int]]:
-        """Return the loads that have ended, each once, with how many of their first blocks hold their KV now.
+    def finished(self) -> list[EndedLoad]:
+        """Return the loads that have ended, each once.
 
         Nothing is written to their pages any more. A load ends within its LoadBudget, whatever happens.
         """

@@ -295,9 +295,10 @@ class Scheduler:
         """Run the sequences whose loads have ended, behind what was loaded."""
         if self.lower_tiers is None or not self.loading:
             return
-        for request_id, num_blocks in self.lower_tiers.finished():
-            sequence = self.loading.pop(request_id)
-            sequence.num_computed += num_blocks * self._pool.block_size
+        for ended in self.lower_tiers.finished():
+            sequence = self.loading.pop(ended.request_id)
+            sequence.num_computed += ended.num_blocks * self._pool.block_size
+            sequence.load_s = ended.seconds
             self._on_loaded(sequence)
             self._count_prefix(sequence)
             self.resume(sequence)

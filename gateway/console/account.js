@@ -58,6 +58,7 @@ export function split(facts, timing) {
   const here = timing ? page(timing, first) : [];
   const prefill = lay("prefill", facts.prefill, first, [
     ["queue", stages.prefill_queue, "waited for its turn"],
+    ["load", stages.prefill_load, "read KV that was computed earlier from memory, disk or store"],
     ["compute", stages.prefill_prefill, `computed ${facts.prompt_tokens - facts.cached_tokens} of ${facts.prompt_tokens} prompt tokens, sampled token 0`],
   ]);
   const isLocal = stages.prefill !== undefined; // one worker did both, and its account repeats the prefill side's

@@ -4,8 +4,11 @@ from collections.abc import Mapping
 
 GATEWAY = ("receive", "prepare", "place")
 """The gateway's own: until the body was here; template, tokens, grammar; until it had a place."""
-PREFILL = {"queue": "prefill_queue", "prefill": "prefill_prefill"}
-"""Stage -> its name in `Answer.stages_s`, in the order of time: from the job to token 0."""
+PREFILL = {"queue": "prefill_queue", "load": "prefill_load", "prefill": "prefill_prefill"}
+"""Stage -> its name in `Answer.stages_s`, in the order of time: from the job to token 0. `load`: only where KV was
+asked of a tier below the cache.
+"""
+_NEEDED = {"prefill_queue", "prefill_prefill"}
 HANDED_OVER = {"expect": "expect", "land": "land", "join": "queue", "decode": "decode"}
 """The other worker's: from the job to the offer, to the last chunk, to the next batch, to the end."""
 STAYED = {"decode": "decode"}
@@ -33,9 +36,9 @@ def non_overlapped_transfer_s(account: Mapping[str, float]) -> float | None:
 
     Both accounts begin when the job comes, which is posted to both workers at once; clocks of hosts are not compared.
     """
-    if not {"expect", "land", *PREFILL.values()} <= account.keys():
+    if not {"expect", "land", *_NEEDED} <= account.keys():
         return None
-    return max(0.0, account["expect"] + account["land"] - account["prefill_queue"] - account["prefill_prefill"])
+    return max(0.0, account["expect"] + account["land"] - _prefill_s(account))
 
 
 def decode_s(account: Mapping[str, float], span_s: float) -> float:
@@ -43,9 +46,11 @@ def decode_s(account: Mapping[str, float], span_s: float) -> float:
 
     Decode began when it joined the batch, by its own account.
     """
-    if not {*HANDED_OVER.values(), *PREFILL.values()} - {"decode"} <= account.keys():
+    if not {*HANDED_OVER.values(), *_NEEDED} - {"decode"} <= account.keys():
         return span_s
-    joined_s = (
-        account["expect"] + account["land"] + account["queue"] - account["prefill_queue"] - account["prefill_prefill"]
-    )
+    joined_s = account["expect"] + account["land"] + account["queue"] - _prefill_s(account)
     return max(0.0, span_s - joined_s)
+
+
+def _prefill_s(account: Mapping[str, float]) -> float:
+    return sum(account.get(name, 0.0) for name in PREFILL.values())

@@ -28,6 +28,7 @@ SPANS = {
     "prepare": "prepare",
     "place": "place",
     "queue": "prefill queue",
+    "load": "prefill load",
     "prefill": "prefill",
     "expect": "handoff expect",
     "land": "handoff land",

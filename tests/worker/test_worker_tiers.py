@@ -24,8 +24,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_tiny(tmp_path_factory.mktemp("tiny")))
 
 
-async def serve_one(folder: Path, model: str, *flags: str) -> tuple[list[int], int, dict[str, float]]:
-    """Return the tokens of a job at a new worker, how much of its prompt was not computed, and its metrics."""
+async def serve_one(folder: Path, model: str, *flags: str) -> tuple[list[int], Prefilled, dict[str, float]]:
+    """Return the tokens of a job at a new worker, what it said of the prompt, and its metrics."""
     events = []
 
     async def body(gateway: Gateway) -> None:
@@ -37,22 +37,25 @@ async def serve_one(folder: Path, model: str, *flags: str) -> tuple[list[int], i
     with running_worker(folder, model, *flags) as worker:
         await connected(worker, body)
         if "--kv-disk" in flags:
-            until(lambda: worker.metrics()["tandem_worker_kv_disk_blocks"] >= NUM_BLOCKS)
+            until(lambda: worker.metrics()["tandem_worker_kv_tier_blocks"] >= NUM_BLOCKS)
         metrics = worker.metrics()
     tokens = [token.token_id for event in events if isinstance(event, Tokens) for token in event.tokens]
     (prefilled,) = [event for event in events if isinstance(event, Prefilled)]
-    return tokens, prefilled.cached_tokens, metrics
+    return tokens, prefilled, metrics
 
 
 async def test_a_prompt_is_on_disk_when_its_worker_was_killed(model: str, tmp_path: Path) -> None:
-    plain, _, _ = await serve_one(tmp_path / "plain", model)
+    plain, alone, _ = await serve_one(tmp_path / "plain", model)
     flags = "--kv-disk", str(tmp_path / "kv"), "--kv-host-gib", "0.1"
-    first, num_cached, _ = await serve_one(tmp_path / "one", model, *flags)
-    assert (first, num_cached) == (plain, 0)
-    again, num_cached, metrics = await serve_one(tmp_path / "again", model, *flags)
-    assert (again, num_cached) == (plain, NUM_BLOCKS * 16)
+    first, prefilled, _ = await serve_one(tmp_path / "one", model, *flags)
+    assert (first, prefilled.cached_tokens) == (plain, 0)
+    again, loaded, metrics = await serve_one(tmp_path / "again", model, *flags)
+    assert (again, loaded.cached_tokens) == (plain, NUM_BLOCKS * 16)
     assert metrics["tandem_worker_kv_loaded_blocks_total"] == NUM_BLOCKS
-    assert metrics["tandem_worker_kv_disk_hit_blocks_total"] == NUM_BLOCKS
+    assert metrics["tandem_worker_kv_tier_hit_blocks_total"] == NUM_BLOCKS
+    assert metrics["tandem_worker_kv_tier_loaded_blocks_total"] == NUM_BLOCKS
+    assert loaded.stages_s["load"] > 0 and metrics["tandem_worker_kv_load_seconds_total"] > 0
+    assert "load" not in alone.stages_s
 
 
 @pytest.mark.parametrize(

@@ -167,7 +167,9 @@ class EngineCore(StepObserver):
         attempt = self._attempts.of(started.request_id)
         if attempt is None or attempt.role is None:
             return
-        attempt.stage("queue", now)
+        attempt.stage("queue", now - started.load_s)
+        if started.load_s:
+            attempt.stage("load", now)
         attempt.cached_tokens = started.cached_tokens
         attempt.role.on_started(attempt, now)
 

@@ -16,13 +16,13 @@ from contracts.hashing import block_key
 from contracts.ids import RequestId
 from contracts.kv_store import BlockKey, KVStore
 from contracts.layout import KVLayout
-from engine.cache.load_plan import LoadBudget, NewBlock, PrefixLoad, compute_seconds, plan_load
+from engine.cache.load_plan import EndedLoad, LoadBudget, NewBlock, PrefixLoad, compute_seconds, plan_load
 from worker.core.tier_loader import BlockLoad, TierLoader
 from worker.core.tier_writer import BlockSaver
 
 GUESSED_TOKENS_PER_S = 1000.0
 """The rate of computing prompts until one is measured."""
-_COUNTED = ("loaded_prompts", "missed_prompts", "loaded_blocks", "loads_given_up")
+_COUNTED = ("loaded_prompts", "missed_prompts", "loaded_blocks", "missed_blocks", "loads_given_up")
 _GAUGES = {"blocks", "bytes", "on", "writable", "foreign_blocks"}
 
 
@@ -47,6 +47,7 @@ class KVTiers:
         self._loads: dict[RequestId, BlockLoad] = {}
         self._ended: queue.SimpleQueue[BlockLoad] = queue.SimpleQueue()
         self._counts = Counter(dict.fromkeys(_COUNTED, 0))
+        self._load_s = 0.0
         self._saver = BlockSaver(tiers, layout, pages, generations, self._key, self._block_compute_s)
         self._loaders = {tier.name: TierLoader(tier, layout, pages, self._on_tier_done, clock) for tier in tiers}
 
@@ -60,29 +61,34 @@ class KVTiers:
         if not self._ask_next(entry):
             del self._loads[load.request_id]
             self._counts["missed_prompts"] += 1
+            self._counts["missed_blocks"] += len(load.digests)
             return False
         return True
 
-    def finished(self) -> list[tuple[RequestId, int]]:
+    def finished(self) -> list[EndedLoad]:
         """Return the loads that have ended, those that fell behind computing among them; see LowerTiers."""
-        ended: list[tuple[RequestId, int]] = []
+        ended: list[BlockLoad] = []
         while not self._ended.empty():
             load = self._ended.get()
-            request_id = load.wanted.request_id
-            if self._loads.get(request_id) is load:  # else it was cancelled, and may have been asked for again
-                del self._loads[request_id]
-                ended.append((request_id, load.num_done))
+            if self._loads.get(load.wanted.request_id) is load:  # else it was cancelled, and may be asked for again
+                ended.append(load)
         now = self._clock()
-        for request_id, load in [item for item in self._loads.items() if item[1].deadline_s < now]:
+        for load in [load for load in self._loads.values() if load.deadline_s < now and load not in ended]:
             load.stop()
             self._counts["loads_given_up"] += 1
             self._loaders[load.asked[-1]].gave_up(load)
-            del self._loads[request_id]
-            ended.append((request_id, load.num_done))
-        for _, num_blocks in ended:
-            self._counts["loaded_blocks"] += num_blocks
-            self._counts["loaded_prompts" if num_blocks else "missed_prompts"] += 1
-        return ended
+            ended.append(load)
+        return [self._end(load, now) for load in ended]
+
+    def _end(self, load: BlockLoad, now: float) -> EndedLoad:
+        """Count a load that has ended, and forget it."""
+        request_id, seconds = load.wanted.request_id, now - load.start_s
+        del self._loads[request_id]
+        self._counts["loaded_blocks"] += load.num_done
+        self._counts["missed_blocks"] += len(load.keys) - load.num_done
+        self._counts["loaded_prompts" if load.num_done else "missed_prompts"] += 1
+        self._load_s += seconds
+        return EndedLoad(request_id, load.num_done, seconds)
 
     def seconds_to_deadline(self) -> float | None:
         """Return when `finished` has to be called next at the latest; None if nothing is being loaded."""
@@ -101,6 +107,7 @@ class KVTiers:
     def counters(self) -> dict[str, float]:
         """Return all that counts up, by metric names: `kv_` for all tiers, `kv_host_` and so on for one."""
         counts = {f"kv_{name}": float(value) for name, value in sorted(self._counts.items())}
+        counts["kv_load_seconds"] = self._load_s
         counts |= {f"kv_{name}": value for name, value in self._saver.counters().items()}
         for name, loader in self._loaders.items():
             of_tier = {key: value for key, value in loader.tier.stats().items() if key not in _GAUGES}

@@ -82,7 +82,7 @@ class TierLoader:
         self._record_nbytes = max_record_nbytes(layout)
         self._queue: queue.SimpleQueue[tuple[BlockLoad, int] | None] = queue.SimpleQueue()
         self._current: dict[int, BlockLoad] = {}
-        self._counts = Counter(dict.fromkeys(("given_up_loads", "refused_blocks"), 0))
+        self._counts = Counter(dict.fromkeys(("given_up_loads", "loaded_blocks", "refused_blocks"), 0))
         self._named: set[str] = set()
         self._is_late = False
         self._threads = [
@@ -199,6 +199,7 @@ class TierLoader:
                 block = load.wanted.blocks[first + index]
                 self._pages[:, block] = payload.reshape(self._pages.shape[0], self._pages.shape[2])
                 load.num_done = first + index + 1
+            self._counts["loaded_blocks"] += 1
         return len(sizes) == len(keys)
 
     def _verified(self, record: memoryview, key: BlockKey) -> np.ndarray | None:

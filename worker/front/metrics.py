@@ -1,5 +1,6 @@
 """The core's status as Prometheus text."""
 
+import re
 from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -9,6 +10,9 @@ from prometheus_client.registry import Collector
 from contracts.node import NodeInfo
 from process.listener import PAUSES
 from worker.messages import CoreStatus, LinkStatus
+
+_TIER = re.compile(r"kv_(host|disk|store|peer)_(.+)")
+"""The core's name of what one tier counts: see worker.core.kv_tiers."""
 
 
 class StatusCollector(Collector):
@@ -37,9 +41,14 @@ class StatusCollector(Collector):
         if self._status is None:
             return
         yield _counter("steps", "engine steps", self._status.num_steps)
+        yield from _tiers(self._status)
         for name, value in sorted(self._status.counters.items()):
+            if _TIER.match(name):
+                continue
             yield _counter(name, f"{name.replace('_', ' ')} since the worker started", value)
         for name, value in sorted(self._status.gauges.items()):
+            if _TIER.match(name):
+                continue
             yield GaugeMetricFamily(f"tandem_worker_{name}", f"{name.replace('_', ' ')} now", value)
         yield from _links(self._status.links)
         yield from _vllm(self._info, self._status)
@@ -59,6 +68,19 @@ def render(
 
 def _counter(name: str, words: str, value: float) -> CounterMetricFamily:
     return CounterMetricFamily(f"tandem_worker_{name}", words, value)
+
+
+def _tiers(status: CoreStatus) -> Iterator[Metric]:
+    """Yield what each tier below the KV cache counts and holds, the tier as a label."""
+    for values, family_of in ((status.counters, CounterMetricFamily), (status.gauges, GaugeMetricFamily)):
+        families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
+        for match, value in ((_TIER.match(name), value) for name, value in sorted(values.items())):
+            if match is not None:
+                tier, name = match.groups()
+                words = f"{name.replace('_', ' ')} of a tier below the KV cache"
+                family = families.setdefault(name, family_of(f"tandem_worker_kv_tier_{name}", words, labels=["tier"]))
+                family.add_metric([tier], value)
+        yield from families.values()
 
 
 def _vllm(info: NodeInfo, status: CoreStatus) -> Iterator[Metric]:
