@@ -4,6 +4,8 @@ They are greedy, in float32, of one worker that nothing disturbs.
 """
 
 import random
+import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +19,7 @@ FIRST_TOKENS = (40, 120, 250)
 NEXT_TOKENS = (8, 25, 60)
 ANSWER_TOKENS = (8, 16, 33)
 ASK_TIMEOUT_S = 120.0
+PROGRESS_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,11 @@ async def known_conversations(
     Raises RuntimeError if a request fails.
     """
     conversations: list[KnownConversation] = []
-    for _ in range(count):
+    told_s = time.monotonic()
+    for index in range(count):
+        if time.monotonic() - told_s > PROGRESS_S:
+            told_s = time.monotonic()
+            print(f"the right answers of {index} of {count} conversations are known", file=sys.stderr, flush=True)
         conversation, said = KnownConversation(), list[int]()
         for turn in range(num_turns):
             num_new = rng.choice(NEXT_TOKENS if turn else FIRST_TOKENS)

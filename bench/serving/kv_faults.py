@@ -76,15 +76,18 @@ def torn(data: bytes, rng: random.Random) -> bytes:
 def of_another_layout(data: bytes, rng: random.Random) -> bytes:
     """Return a whole record of the same key and a right checksum.
 
-    Its bytes mean another dtype or block size.
+    Its bytes mean another dtype or block size. A record that was damaged before gets another bit turned.
     """
-    facts, payload = _read(data)
     name = rng.choice(["groups[0].dtype", "block_size"])
-    other = "bfloat16" if name.endswith("dtype") else 2 * facts.layout[name]
-    changed = msgspec.structs.replace(facts, layout=facts.layout | {name: other})
-    into = memoryview(bytearray(len(data) + ALIGNMENT))
-    begin_record(changed, into)[:] = memoryview(payload)
-    return bytes(seal_record(changed, into))
+    try:
+        facts, payload = _read(data)
+        other = "bfloat16" if name.endswith("dtype") else 2 * facts.layout[name]
+        changed = msgspec.structs.replace(facts, layout=facts.layout | {name: other})
+        into = memoryview(bytearray(len(data) + ALIGNMENT))
+        begin_record(changed, into)[:] = memoryview(payload)
+        return bytes(seal_record(changed, into))
+    except (struct.error, msgspec.DecodeError, LookupError, TypeError, ValueError):
+        return turned(data, rng)
 
 
 def _read(data: bytes) -> tuple[BlockFacts, bytes]:

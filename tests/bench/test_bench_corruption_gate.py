@@ -63,6 +63,14 @@ def test_a_whole_record_of_another_layout_is_refused_by_its_field() -> None:
     assert fields == {"block_size", "groups[0].dtype"}
 
 
+def test_a_record_that_was_damaged_before_is_damaged_again() -> None:
+    for seed in range(100):
+        rng = random.Random(seed)
+        damaged = kv_faults.torn(bytes(record_of(1)), rng) or b"\0"
+        again = kv_faults.of_another_layout(damaged, rng)
+        assert again != damaged and len(again) == len(damaged)
+
+
 def test_a_bit_turns_in_the_memory_of_another_process(holder: subprocess.Popen[str]) -> None:
     assert holder.stdin is not None and holder.stdout is not None
     assert holder.stdout.readline() == "True\n"
