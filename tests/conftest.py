@@ -24,6 +24,11 @@ hypothesis.settings.register_profile("tandem", derandomize=not SEED, **PATIENT)
 hypothesis.settings.load_profile("tandem")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the tests of slow files first, so that no long file is begun when all others have ended."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 @pytest.fixture(autouse=True)
 def _seeded(request: pytest.FixtureRequest) -> None:
     seed = zlib.crc32(f"{SEED}{request.node.nodeid}".encode())
