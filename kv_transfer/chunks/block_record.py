@@ -25,7 +25,7 @@ from contracts.kv_store import BlockKey
 from contracts.layout import KVLayout
 from kv_transfer.chunks import checksum as integrity
 
-VERSION = 1
+VERSION = 2
 ALIGNMENT = 64
 RAW = "raw"
 """The codec of a payload that is the block's bytes as they are."""
@@ -38,7 +38,8 @@ class BlockFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What a record states about its payload.
 
     `layout` has the fields of the block's layout and group, so that one which differs can be named. `codec` and `level`
-    say how `raw_nbytes` of KV became `stored_nbytes` of payload.
+    say how `raw_nbytes` of KV became `stored_nbytes` of payload; `raw_checksum`, XXH3 seeded with the key, is of the KV
+    that a payload which is not raw is decoded to.
     """
 
     key: bytes
@@ -49,6 +50,7 @@ class BlockFacts(msgspec.Struct, frozen=True, kw_only=True):
     level: int
     raw_nbytes: int
     stored_nbytes: int
+    raw_checksum: int
 
 
 class VerifiedBlock(msgspec.Struct, frozen=True):
@@ -70,6 +72,7 @@ def facts_of(
     group: int = 0,
     codec: str = RAW,
     level: int = 0,
+    raw_checksum: int = 0,
 ) -> BlockFacts:
     """Return the facts of a full block of a group of `layout`."""
     return BlockFacts(
@@ -81,6 +84,7 @@ def facts_of(
         level=level,
         raw_nbytes=raw_nbytes,
         stored_nbytes=stored_nbytes,
+        raw_checksum=raw_checksum,
     )
 
 

@@ -17,6 +17,7 @@ from contracts.ids import RequestId
 from contracts.kv_store import BlockKey, KVStore
 from contracts.layout import KVLayout
 from engine.cache.load_plan import EndedLoad, LoadBudget, NewBlock, PrefixLoad, compute_seconds, plan_load
+from kv_transfer.tiers.record_codec import RecordCodec
 from worker.core.tier_loader import BlockLoad, TierLoader
 from worker.core.tier_writer import BlockSaver
 
@@ -30,7 +31,8 @@ class KVTiers:
     """The engine's LowerTiers over `tiers`, the fastest first.
 
     `pages`: the pool, uint8 `[num_planes, num_blocks, page_nbytes]`; `generations`: see BlockPool. `tokens_per_s`
-    returns how fast prompts are computed, 0.0 while that is unknown. `ring` wakes the engine's thread.
+    returns how fast prompts are computed, 0.0 while that is unknown. `ring` wakes the engine's thread. `levels`: of
+    compression, that records may be written at.
     """
 
     def __init__(
@@ -42,14 +44,16 @@ class KVTiers:
         tokens_per_s: Callable[[], float],
         ring: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
+        levels: Sequence[str] = (),
     ) -> None:
+        codec = RecordCodec(layout, levels)
         self._layout, self._tokens_per_s, self._ring, self._clock = layout, tokens_per_s, ring, clock
         self._loads: dict[RequestId, BlockLoad] = {}
         self._ended: queue.SimpleQueue[BlockLoad] = queue.SimpleQueue()
         self._counts = Counter(dict.fromkeys(_COUNTED, 0))
         self._load_s = 0.0
-        self._saver = BlockSaver(tiers, layout, pages, generations, self._key, self._block_compute_s)
-        self._loaders = {tier.name: TierLoader(tier, layout, pages, self._on_tier_done, clock) for tier in tiers}
+        self._saver = BlockSaver(tiers, layout, pages, generations, self._key, self._block_compute_s, codec)
+        self._loaders = {tier.name: TierLoader(tier, layout, pages, self._on_tier_done, clock, codec) for tier in tiers}
 
     # The engine's thread.
 

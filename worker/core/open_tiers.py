@@ -8,6 +8,7 @@ from contracts.layout import KVLayout
 from engine.engine import Engine
 from engine.loader import resolve_device
 from kv_transfer.chunks.block_record import max_record_nbytes
+from kv_transfer.codecs.level import allowed_levels
 from kv_transfer.tiers.disk import DiskTier
 from kv_transfer.tiers.host_memory import HostMemoryTier
 from kv_transfer.tiers.remote_store import open_remote_store
@@ -43,7 +44,9 @@ def open_tiers(
         tiers.append(DiskTier(folder, engine.layout.shared_id.hex(), int(settings.kv_disk_gib * GIB)))
     if settings.kv_store:
         tiers.append(open_remote_store(settings.kv_store))
-    return KVTiers(tiers, engine.layout, engine.pool_bytes, engine.pool.generations, tokens_per_s, wake)
+    levels = allowed_levels(settings.kv_codec)
+    pool, generations = engine.pool_bytes, engine.pool.generations
+    return KVTiers(tiers, engine.layout, pool, generations, tokens_per_s, wake, levels=levels)
 
 
 def _host_tier(gib: float, layout: KVLayout) -> HostMemoryTier:

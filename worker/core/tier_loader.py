@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from contracts.errors import Corrupt, LayoutMismatch
+from contracts.errors import ConfigError, Corrupt, LayoutMismatch
 from contracts.kv_store import BlockKey, KVStore
 from contracts.layout import KVLayout
 from engine.cache.load_plan import MAX_BATCH, LoadBudget, PrefixLoad, TierOffer, TierRate, plan_load
-from kv_transfer.chunks.block_record import RAW, max_record_nbytes, verify
+from kv_transfer.chunks.block_record import max_record_nbytes, verify
+from kv_transfer.tiers.record_codec import RecordCodec
 from worker.core.tier_writer import join
 
 NUM_THREADS = 2
@@ -76,7 +77,9 @@ class TierLoader:
         pages: np.ndarray,
         pass_on: Callable[[BlockLoad], None],
         clock: Callable[[], float],
+        codec: RecordCodec,
     ) -> None:
+        self._codec = codec
         self.tier, self.rate = tier, TierRate(*FIRST_GUESSES[tier.name])
         self._layout, self._pages, self._pass_on, self._clock = layout, pages, pass_on, clock
         self._record_nbytes = max_record_nbytes(layout)
@@ -188,33 +191,39 @@ class TierLoader:
         """Load blocks `[first, last)`; returns whether all of them are in their pages."""
         keys, start_s = load.keys[first:last], time.perf_counter()
         sizes = self.tier.load(keys, into[: len(keys)])
-        self.rate.add(sum(sizes), time.perf_counter() - start_s)
-        for index, nbytes in enumerate(sizes):
-            payload = self._verified(into[index][:nbytes], keys[index])
-            if payload is None:
+        is_whole = all(self._fill(load, first + index, into[index][:nbytes]) for index, nbytes in enumerate(sizes))
+        # In bytes of KV, and with the decoding, since plans ask how soon a block is in its pages.
+        self.rate.add(len(sizes) * self._record_nbytes, time.perf_counter() - start_s)
+        return is_whole and len(sizes) == len(keys)
+
+    def _fill(self, load: BlockLoad, index: int, record: memoryview) -> bool:
+        """Put a block into its page; returns False if it is not right, or no longer wanted."""
+        payload = self._verified(record, load.keys[index])
+        if payload is None:
+            return False
+        with load.lock:
+            if load.is_over:
                 return False
-            with load.lock:
-                if load.is_over:
-                    return False
-                block = load.wanted.blocks[first + index]
-                self._pages[:, block] = payload.reshape(self._pages.shape[0], self._pages.shape[2])
-                load.num_done = first + index + 1
-            self._counts["loaded_blocks"] += 1
-        return len(sizes) == len(keys)
+            self._pages[:, load.wanted.blocks[index]] = payload.reshape(self._pages.shape[0], self._pages.shape[2])
+            load.num_done = index + 1
+        self._counts["loaded_blocks"] += 1
+        return True
 
     def _verified(self, record: memoryview, key: BlockKey) -> np.ndarray | None:
-        """Return the bytes of a block, or None for a record that is not to be believed, which is evicted."""
+        """Return the KV of a block, or None for a record that is not to be believed, which is evicted."""
         try:
-            block = verify(record, key, self._layout)
-            if block.facts.codec == RAW:
-                return block.payload
-            reason = f"codec is {block.facts.codec!r}, which this worker does not read"
+            return self._codec.read(verify(record, key, self._layout))
+        except ConfigError as error:  # others may take it
+            self._refuse(str(error), "left alone")
+            return None
         except (Corrupt, LayoutMismatch) as error:
-            reason = str(error)
+            self._refuse(str(error), "forgotten")
+        self.tier.evict([key])
+        return None
+
+    def _refuse(self, reason: str, fate: str) -> None:
         field_name = reason.split(" ", 1)[0]
         self._counts["refused_blocks"] += 1
         if field_name not in self._named:
             self._named.add(field_name)
-            _log.warning("KV from the %s tier is refused and forgotten: %s", self.tier.name, reason)
-        self.tier.evict([key])
-        return None
+            _log.warning("KV from the %s tier is refused and %s: %s", self.tier.name, fate, reason)

@@ -3,6 +3,7 @@
 import logging
 import queue
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -12,6 +13,7 @@ from contracts.kv_store import BlockKey, BlockWorth, KVStore
 from contracts.layout import KVLayout
 from engine.cache.load_plan import NewBlock
 from kv_transfer.chunks.block_record import begin_record, facts_of, max_record_nbytes, seal_record
+from kv_transfer.tiers.record_codec import RecordCodec, WriteRate
 
 MAX_NEW_BLOCKS = 4096
 MAX_QUEUED_NBYTES = 256 << 20
@@ -24,9 +26,12 @@ _log = logging.getLogger(__name__)
 class TierWriter:
     """The queue of records for one tier, and the thread that keeps them."""
 
-    def __init__(self, tier: KVStore) -> None:
+    def __init__(self, tier: KVStore, codec: RecordCodec) -> None:
         self.tier = tier
         self.num_dropped = 0
+        self._codec, self._rate = codec, WriteRate()
+        self._compressed = Counter(dict.fromkeys(("compressed_blocks", "compressed_raw_bytes", "compressed_bytes"), 0))
+        self._levels: set[str] = set()
         self._queue: queue.SimpleQueue[tuple[BlockKey, bytes, BlockWorth] | None] = queue.SimpleQueue()
         self._nbytes = 0
         self._lock = threading.Lock()
@@ -53,13 +58,39 @@ class TierWriter:
     def is_idle(self) -> bool:
         return self._nbytes == 0
 
+    def counters(self) -> dict[str, float]:
+        """Return what counts up, by metric names without a prefix."""
+        return {"dropped_blocks": float(self.num_dropped)} | {name: float(n) for name, n in self._compressed.items()}
+
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
             key, record, worth = item
             if self.tier.is_local or not self.tier.lookup([key]):  # another worker may have sent it
-                self.tier.store(key, memoryview(record), worth)
+                self._store(key, memoryview(record), worth)
             with self._lock:
                 self._nbytes -= len(record)
+
+    def _store(self, key: BlockKey, record: memoryview, worth: BlockWorth) -> None:
+        """Keep a record, compressed if the tier takes bytes so slowly that it pays; memory never does."""
+        if self.tier.name != "host" and (
+            level := self._codec.choose(record, self._rate.nbytes_per_s, worth.parent is None)
+        ):
+            record = self._compress(key, record, level)
+        start_s = time.perf_counter()
+        if self.tier.store(key, record, worth):
+            self._rate.add(len(record), time.perf_counter() - start_s)
+
+    def _compress(self, key: BlockKey, record: memoryview, level: str) -> memoryview:
+        small = self._codec.compress(record, key, level)
+        if small is not record:
+            self._compressed["compressed_blocks"] += 1
+            self._compressed["compressed_raw_bytes"] += len(record)
+            self._compressed["compressed_bytes"] += len(small)
+            if level not in self._levels:
+                self._levels.add(level)
+                name, rate = self.tier.name, 8 * self._rate.nbytes_per_s / 1e6
+                _log.info("KV for the %s tier is compressed, level %s: it takes %.0f Mbit/s", name, level, rate)
+        return small
 
 
 class BlockSaver:
@@ -77,11 +108,12 @@ class BlockSaver:
         generations: Sequence[int],
         key_of: Callable[[bytes], BlockKey],
         compute_s: Callable[[int], float],
+        codec: RecordCodec,
     ) -> None:
         self._layout, self._pages, self._generations = layout, pages, generations
         self._key_of, self._compute_s = key_of, compute_s
         self._counts = Counter(dict.fromkeys(("dropped_blocks", "overwritten_blocks"), 0))
-        self._writers = [TierWriter(tier) for tier in tiers]
+        self._writers = [TierWriter(tier, codec) for tier in tiers]
         self._new: queue.Queue[NewBlock | None] = queue.Queue(MAX_NEW_BLOCKS)
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="kv-copy-out", daemon=True)
@@ -101,8 +133,8 @@ class BlockSaver:
 
     def counters(self) -> dict[str, float]:
         """Return what counts up, by metric names without `kv_`."""
-        dropped = {f"{writer.tier.name}_dropped_blocks": float(writer.num_dropped) for writer in self._writers}
-        return dropped | {name: float(value) for name, value in sorted(self._counts.items())}
+        own = {f"{w.tier.name}_{name}": value for w in self._writers for name, value in w.counters().items()}
+        return own | {name: float(value) for name, value in sorted(self._counts.items())}
 
     def close(self) -> None:
         """End the threads; nothing is read from the pool any more."""

@@ -99,7 +99,7 @@ def test_names_any_other_field_that_differs(field: str, value: int):
 def test_refuses_another_version_by_name():
     record = bytearray(WHOLE)
     record[4] += 1
-    with pytest.raises(Corrupt, match="version is 2, expected 1"):
+    with pytest.raises(Corrupt, match="version is 3, expected 2"):
         verify(memoryview(record), key_of(1), LAYOUT)
 
 

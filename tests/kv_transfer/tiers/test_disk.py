@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from contracts.errors import Corrupt
-from kv_transfer.chunks.block_record import verify
+from kv_transfer.chunks.block_record import VERSION, verify
 from kv_transfer.tiers.disk import RETRY_S, DiskTier
 from tests.full_disk import small_disk
 from tests.kv_transfer.tiers.block_samples import LAYOUT, RECORD_NBYTES, buffers, bytes_of, key_of, record_of, worth_of
@@ -30,7 +30,7 @@ def open_tier(folder: Path, nbytes: int = ROOM, clock: Clock | None = None, layo
 
 
 def files_in(folder: Path) -> list[Path]:
-    return sorted(folder.glob("v1/*/*/*"))
+    return sorted(folder.glob(f"v{VERSION}/*/*/*"))
 
 
 def store(tier: DiskTier, number: int) -> bool:
@@ -131,7 +131,7 @@ def test_a_disk_that_became_read_only_is_still_read(tmp_path: Path, caplog: pyte
     with small_disk(tmp_path / "disk") as disk:
         tier = open_tier(disk.folder)
         assert store(tier, 1)
-        tier_files = disk.folder / "v1"
+        tier_files = disk.folder / f"v{VERSION}"
         subprocess.run(["mount", "--bind", str(tier_files), str(tier_files)], check=True)
         subprocess.run(["mount", "-o", "remount,ro,bind", str(tier_files)], check=True)
         try:

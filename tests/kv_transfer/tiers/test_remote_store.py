@@ -11,7 +11,7 @@ import pytest
 
 from contracts.errors import ConfigError, Corrupt
 from contracts.kv_store import BlockKey
-from kv_transfer.chunks.block_record import verify
+from kv_transfer.chunks.block_record import VERSION, verify
 from kv_transfer.tiers.circuit_breaker import LONGEST_PAUSE_S, MAX_FAILURES, CircuitBreaker
 from kv_transfer.tiers.redis_records import RedisRecords
 from kv_transfer.tiers.remote_store import RemoteStoreTier, open_remote_store
@@ -184,7 +184,7 @@ def test_a_server_that_evicts_gives_shorter_prefixes(tmp_path: Path):
         tier = open_remote_store(f"redis://127.0.0.1:{node.port}")
         for number in range(4):
             store(tier, number)
-        node.client.delete(b"tandem:kv:v1:" + key_of(2))
+        node.client.delete(f"tandem:kv:v{VERSION}:".encode() + key_of(2))
         keys = [key_of(number) for number in range(4)]
         assert tier.lookup(keys) == len(tier.load(keys, buffers(4))) == 2
         tier.close()

@@ -13,7 +13,7 @@ from engine.cache.load_plan import NewBlock
 from engine.engine import Engine
 from engine.loader import load_engine
 from engine.messages import StepOutput
-from kv_transfer.chunks.block_record import max_record_nbytes
+from kv_transfer.chunks.block_record import VERSION, max_record_nbytes
 from kv_transfer.tiers.host_memory import HostMemoryTier
 from kv_transfer.tiers.remote_store import open_remote_store
 from tests.engine.driving import drain, greedy, request, settings, tokens_of
@@ -91,10 +91,10 @@ def test_bits_that_flip_on_a_disk_are_computed_again(folder: Path, tmp_path: Pat
     drawn = np.random.default_rng(1)
     answer(engine, PROMPTS[0], "first")
     settled(tiers)
-    for index in range(len(list(tmp_path.glob("v1/*/*/*.kv")))):
+    for index in range(len(list(tmp_path.glob(f"v{VERSION}/*/*/*.kv")))):
         answer(engine, PROMPTS[1], f"between {index}")
         settled(tiers)
-        files = sorted(tmp_path.glob("v1/*/*/*.kv"))
+        files = sorted(tmp_path.glob(f"v{VERSION}/*/*/*.kv"))
         file = files[index % len(files)]
         data = bytearray(file.read_bytes())
         data[drawn.integers(len(data))] ^= 1 << int(drawn.integers(8))
@@ -152,11 +152,11 @@ def test_another_dtype_on_the_same_folder_is_not_used(folder: Path, tmp_path: Pa
     answer(engine, PROMPTS[0], "a")
     settled(tiers)
     tiers.close()
-    record = next(tmp_path.glob("v1/*/*/*.kv"))
+    record = next(tmp_path.glob(f"v{VERSION}/*/*/*.kv"))
     # What no key would lead to: a foreign block under the very name that this layout looks for.
     other = load_engine(settings(model=str(folder), block_size=32))
     assert other.layout.shared_id != engine.layout.shared_id
-    mine = tmp_path / "v1" / other.layout.shared_id.hex() / record.parent.name
+    mine = tmp_path / f"v{VERSION}" / other.layout.shared_id.hex() / record.parent.name
     mine.mkdir(parents=True)
     shutil.copy(record, mine)
     foreign = disk(other, tmp_path)

@@ -18,7 +18,7 @@ from engine.cache.load_plan import MAX_DELAY_SHARE, compute_seconds
 from engine.engine import Engine
 from engine.loader import load_engine
 from engine.messages import StepOutput
-from kv_transfer.chunks import block_record
+from kv_transfer.chunks.block_record import VERSION
 from kv_transfer.tiers.remote_store import open_remote_store
 from tests.engine.driving import drain, greedy, request, settings, tokens_of
 from tests.engine.tiny_models import save_tiny
@@ -111,7 +111,7 @@ def test_a_store_that_hangs_delays_each_prompt_by_its_slack_and_soon_none(
 
 def hang_reads(tmp_path: Path) -> Callable[[], None]:
     """Make a FIFO of each file: reading it blocks, as on a mount whose server is gone. Return what lets go."""
-    files = list(tmp_path.glob("v1/*/*/*.kv"))
+    files = list(tmp_path.glob(f"v{VERSION}/*/*/*.kv"))
     for file in files:
         file.unlink()
         os.mkfifo(file)
@@ -160,7 +160,7 @@ def full(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def read_only(folder: Path) -> Iterator[None]:
-    files = str(folder / "v1")
+    files = str(folder / f"v{VERSION}")
     subprocess.run(["mount", "--bind", files, files], check=True)
     subprocess.run(["mount", "-o", "remount,ro,bind", files], check=True)
     yield
@@ -217,7 +217,7 @@ def test_a_folder_gets_bad(
 
 
 def of_another_version(record: bytes) -> bytes:
-    return record[:4] + struct.pack("<H", block_record.VERSION + 1) + record[6:]
+    return record[:4] + struct.pack("<H", VERSION + 1) + record[6:]
 
 
 def with_a_flipped_bit(record: bytes) -> bytes:

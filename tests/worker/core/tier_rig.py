@@ -40,11 +40,14 @@ class Clock:
 
 
 def join(
-    engine: Engine, *tiers: KVStore, tokens_per_s: float = SLOW, clock: Callable[[], float] = time.monotonic
+    engine: Engine,
+    *tiers: KVStore,
+    tokens_per_s: float = SLOW,
+    clock: Callable[[], float] = time.monotonic,
+    levels: Sequence[str] = (),
 ) -> KVTiers:
-    joined = KVTiers(
-        tiers, engine.layout, engine.pool_bytes, engine.pool.generations, lambda: tokens_per_s, lambda: None, clock
-    )
+    pool, generations = engine.pool_bytes, engine.pool.generations
+    joined = KVTiers(tiers, engine.layout, pool, generations, lambda: tokens_per_s, lambda: None, clock, levels)
     engine.use_lower_tiers(joined)
     return joined
 

@@ -1,0 +1,149 @@
+"""The compression of block records for tiers that are slower than coding, and back."""
+
+import time
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from contracts.errors import ConfigError, Corrupt
+from contracts.kv_store import BlockKey
+from contracts.layout import KVLayout
+from kv_transfer.chunks import checksum as integrity
+from kv_transfer.chunks.block_record import (
+    RAW,
+    VerifiedBlock,
+    begin_record,
+    facts_of,
+    max_record_nbytes,
+    seal_record,
+    verify,
+)
+from kv_transfer.codecs import codec
+from kv_transfer.codecs.choice import CodecRate, choose_level
+from kv_transfer.codecs.level import BY_NUMBER, LEVELS
+from kv_transfer.codecs.page_format import PageFormat, PageRun
+
+LEVELLED = "levelled"
+"""The codec that a record names whose payload is of kv_transfer.codecs, at the level of its number."""
+_TRIALS = 3
+_FACTS_NBYTES = 64
+"""The bytes that a payload must save at least: the facts of a compressed record take some more."""
+
+
+class RecordCodec:
+    """The codec of a worker's records: `levels` are those that it may write, the most exact first.
+
+    A block is coded as one page of each kind of plane, whose heads are those of all layers: sixty planes one by one
+    took ten times as long.
+    """
+
+    def __init__(self, layout: KVLayout, levels: Sequence[str]) -> None:
+        self.levels, self._layout, group = list(levels), layout, layout.only_group
+        self._format = PageFormat(group.dtype, group.num_kv_heads * group.num_layers, group.block_size, group.head_dim)
+        self._runs = [PageRun(1, is_key=name == "k") for name in group.planes]
+        # The planes lie layer by layer; coded are all keys, then all values.
+        self._order = np.arange(group.num_planes).reshape(group.num_layers, len(group.planes)).T.reshape(-1)
+        self._rates: Mapping[str, CodecRate] | None = None
+
+    def choose(self, record: memoryview, bandwidth: float, is_first: bool) -> str:
+        """Return the level that pays for a record at so many bytes a second; "" for none.
+
+        `is_first`: of a prompt, whose first block every level keeps exact. The first call measures how fast coding is.
+        """
+        if not self.levels or not bandwidth > 0:
+            return ""
+        if self._rates is None:
+            self._rates = self._measure(self._planes(np.frombuffer(record, np.uint8)[-self._layout.block_nbytes :]))
+        allowed = [name for name in self.levels if LEVELS[name].is_lossless or not is_first]
+        return choose_level(len(record), len(record), bandwidth, self._rates, allowed)
+
+    def compress(self, record: memoryview, key: BlockKey, level: str) -> memoryview:
+        """Return the record at a level, or as it is if that makes it no smaller.
+
+        Raises Corrupt and LayoutMismatch if it is no sealed record of `key`.
+        """
+        block = verify(record, key, self._layout)
+        payload = codec.encode(self._planes(block.payload), self._runs, self._format, LEVELS[level])
+        kept = self._decode(memoryview(payload))
+        facts = facts_of(
+            key,
+            self._layout,
+            raw_nbytes=block.facts.raw_nbytes,
+            stored_nbytes=len(payload),
+            codec=LEVELLED,
+            level=LEVELS[level].number,
+            raw_checksum=integrity.extend(integrity.seed_of(key), kept),
+        )
+        if len(payload) + _FACTS_NBYTES > len(block.payload):
+            return record
+        buffer = memoryview(bytearray(max_record_nbytes(self._layout)))
+        begin_record(facts, buffer)[:] = np.frombuffer(payload, np.uint8)
+        return seal_record(facts, buffer)
+
+    def read(self, block: VerifiedBlock) -> np.ndarray:
+        """Return the KV of a block, uint8 in the order of the pool's planes.
+
+        Raises Corrupt if it is not what was coded, and ConfigError if it has lost more than this worker may take.
+        """
+        facts = block.facts
+        if facts.codec == RAW:
+            return block.payload
+        if facts.codec != LEVELLED or facts.level not in BY_NUMBER:
+            raise Corrupt(f"codec is {facts.codec!r} at level {facts.level}, which this worker does not read")
+        level = BY_NUMBER[facts.level]
+        if not level.is_lossless and level.name not in self.levels:
+            raise ConfigError(f"level is '{level.name}', which loses: set --kv-codec {level.name} to take it")
+        kept = self._decode(block.payload.data)
+        if integrity.extend(integrity.seed_of(facts.key), kept) != facts.raw_checksum:
+            raise Corrupt("raw_checksum differs: the KV is not what was coded")
+        return kept
+
+    def _planes(self, pages: np.ndarray) -> np.ndarray:
+        """Return a block's bytes in the order in which they are coded."""
+        return pages.reshape(len(self._order), -1)[self._order].reshape(-1)
+
+    def _decode(self, payload: memoryview) -> np.ndarray:
+        """Return the bytes of a block in the order of the pool's planes. Raises Corrupt."""
+        coded = np.empty(self._layout.block_nbytes, np.uint8)
+        codec.decode(payload, self._runs, self._format, coded)
+        pages = np.empty((len(self._order), len(coded) // len(self._order)), np.uint8)
+        pages[self._order] = coded.reshape(pages.shape)
+        return pages.reshape(-1)
+
+    def _measure(self, planes: np.ndarray) -> Mapping[str, CodecRate]:
+        """Return what the levels do to a block here."""
+        rates: dict[str, CodecRate] = {}
+        for name in self.levels:
+            payload, encode_s, decode_s = b"", float("inf"), float("inf")
+            for _ in range(_TRIALS):
+                start = time.perf_counter()
+                payload = codec.encode(planes, self._runs, self._format, LEVELS[name])
+                middle = time.perf_counter()
+                self._decode(memoryview(payload))
+                encode_s, decode_s = min(encode_s, middle - start), min(decode_s, time.perf_counter() - middle)
+            encode_s += decode_s  # decoded when it is written too, for the checksum
+            rates[name] = CodecRate(len(planes) / len(payload), len(planes) / encode_s, len(planes) / decode_s)
+        return rates
+
+
+class WriteRate:
+    """How fast a tier takes records: bytes a second of its last ones, which weigh the more the later."""
+
+    MIN_RECORDS = 4
+    """The records after which the rate counts as known; the first half does not count, for it connects."""
+    KEPT = 0.9
+
+    def __init__(self) -> None:
+        self._num, self._nbytes, self._seconds = 0, 0.0, 0.0
+
+    def add(self, nbytes: int, seconds: float) -> None:
+        """Count a record."""
+        self._num += 1
+        if self._num > self.MIN_RECORDS // 2:
+            self._nbytes = self.KEPT * self._nbytes + nbytes
+            self._seconds = self.KEPT * self._seconds + seconds
+
+    @property
+    def nbytes_per_s(self) -> float:
+        """Return bytes a second; 0.0 while unknown."""
+        return self._nbytes / self._seconds if self._num >= self.MIN_RECORDS and self._seconds > 0 else 0.0

@@ -1,0 +1,98 @@
+"""A compressed record states its level, gives back what was coded, and is refused where anything of it differs."""
+
+import msgspec
+import numpy as np
+import pytest
+
+from contracts.errors import ConfigError, Corrupt
+from contracts.layout import KVLayout
+from kv_transfer.chunks.block_record import begin_record, facts_of, max_record_nbytes, seal_record, verify
+from kv_transfer.codecs.level import LEVELS
+from kv_transfer.tiers.record_codec import LEVELLED, RecordCodec, WriteRate
+from tests.kv_transfer.tiers.block_samples import key_of
+
+LAYOUT = KVLayout.uniform(model="m", num_layers=3, num_kv_heads=2, head_dim=32, block_size=16, dtype="float32")
+KEY = key_of(1)
+VALUES = np.random.default_rng(0).normal(size=LAYOUT.block_nbytes // 4).astype(np.float32)
+VALUES.reshape(LAYOUT.only_group.num_planes, -1)[0::2] += 5  # keys lie beside zero
+CODEC = RecordCodec(LAYOUT, list(LEVELS))
+
+
+def sealed(payload: np.ndarray, **changes: object) -> memoryview:
+    facts = facts_of(KEY, LAYOUT, raw_nbytes=LAYOUT.block_nbytes, stored_nbytes=len(payload))
+    facts = msgspec.structs.replace(facts, **changes)
+    buffer = memoryview(bytearray(max_record_nbytes(LAYOUT)))
+    begin_record(facts, buffer)[:] = payload
+    return seal_record(facts, buffer)
+
+
+RAW_RECORD = sealed(VALUES.view(np.uint8))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_record_comes_back_from_every_level(level: str) -> None:
+    small = CODEC.compress(RAW_RECORD, KEY, level)
+    assert len(small) < 0.9 * len(RAW_RECORD)
+    block = verify(small, KEY, LAYOUT)
+    assert (block.facts.codec, block.facts.level) == (LEVELLED, LEVELS[level].number)
+    found = CODEC.read(block).view(np.float32)
+    if LEVELS[level].is_lossless:
+        assert (found == VALUES).all()
+    else:
+        assert 0 < np.abs(found - VALUES).max() < 0.3
+
+
+def test_a_raw_record_is_read_as_it_is_and_noise_is_not_compressed() -> None:
+    assert (CODEC.read(verify(RAW_RECORD, KEY, LAYOUT)).view(np.float32) == VALUES).all()
+    noise = sealed(np.random.default_rng(1).integers(0, 256, LAYOUT.block_nbytes, dtype=np.uint8))
+    assert CODEC.compress(noise, KEY, "lossless") is noise
+
+
+def test_a_level_that_loses_is_read_only_where_it_is_named() -> None:
+    exact = RecordCodec(LAYOUT, ["lossless"])
+    with pytest.raises(ConfigError, match="level is '4bit', which loses: set --kv-codec 4bit"):
+        exact.read(verify(CODEC.compress(RAW_RECORD, KEY, "4bit"), KEY, LAYOUT))
+    lossless = verify(CODEC.compress(RAW_RECORD, KEY, "lossless"), KEY, LAYOUT)
+    assert (RecordCodec(LAYOUT, []).read(lossless).view(np.float32) == VALUES).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"raw_checksum": 1}, "raw_checksum differs"),
+        ({"codec": "gzip"}, "codec is 'gzip' at level 1"),
+        ({"level": 99}, "codec is 'levelled' at level 99"),
+    ],
+)
+def test_what_a_sealed_record_states_wrongly_is_named(changes: dict[str, object], words: str) -> None:
+    block = verify(CODEC.compress(RAW_RECORD, KEY, "lossless"), KEY, LAYOUT)
+    own = {"codec": LEVELLED, "level": 1, "raw_checksum": block.facts.raw_checksum}
+    with pytest.raises(Corrupt, match=words):
+        CODEC.read(verify(sealed(block.payload, **own | changes), KEY, LAYOUT))
+
+
+def test_a_flipped_bit_of_a_payload_that_is_sealed_anew_is_found() -> None:
+    block = verify(CODEC.compress(RAW_RECORD, KEY, "4bit"), KEY, LAYOUT)
+    payload = block.payload.copy()
+    payload[len(payload) // 2] ^= 1
+    facts = {"codec": LEVELLED, "level": block.facts.level, "raw_checksum": block.facts.raw_checksum}
+    with pytest.raises(Corrupt, match="the checksum of compressed KV differs"):
+        CODEC.read(verify(sealed(payload, **facts), KEY, LAYOUT))
+
+
+def test_a_slow_tier_compresses_all_but_the_first_block_by_a_level_that_loses() -> None:
+    assert CODEC.choose(RAW_RECORD, 1e4, is_first=False) not in ("", "lossless")
+    assert CODEC.choose(RAW_RECORD, 1e4, is_first=True) == "lossless"
+    assert CODEC.choose(RAW_RECORD, 0.0, is_first=False) == ""
+    assert CODEC.choose(RAW_RECORD, 5e9, is_first=False) == ""
+    assert RecordCodec(LAYOUT, []).choose(RAW_RECORD, 1e4, is_first=False) == ""
+
+
+def test_the_rate_of_a_tier_is_unknown_at_first_and_then_that_of_its_last_records() -> None:
+    rate = WriteRate()
+    for _ in range(3):
+        rate.add(1000, 10.0)
+        assert rate.nbytes_per_s == 0.0
+    for _ in range(100):
+        rate.add(1000, 0.01)
+    assert rate.nbytes_per_s == pytest.approx(1e5, rel=0.05)

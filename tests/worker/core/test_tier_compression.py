@@ -1,0 +1,89 @@
+"""A tier that is slower than coding gets compressed records, and gives equal tokens back."""
+
+import logging
+import time
+from pathlib import Path
+
+import pytest
+
+from contracts.kv_store import BlockKey, BlockWorth
+from engine.engine import Engine
+from engine.loader import load_engine
+from kv_transfer.tiers.remote_store import RemoteStoreTier, open_remote_store
+from tests.engine.driving import settings
+from tests.engine.tiny_models import save_tiny
+from tests.worker.core.tier_rig import PROMPTS, answer, cached_tokens, join, settled, small_engine
+from worker.core.kv_tiers import KVTiers
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    save_tiny(path, "llama")
+    return path
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[list[int]]:
+    engine = load_engine(settings(model=str(folder), prefix_cache=False))
+    return [answer(engine, prompt, str(index)) for index, prompt in enumerate(PROMPTS)]
+
+
+def slow_store(url: str, monkeypatch: pytest.MonkeyPatch) -> RemoteStoreTier:
+    """Return the tier of a store that takes 50 ms for a record of some kilobytes."""
+    tier = open_remote_store(url)
+    store = tier.store
+
+    def slowly(key: BlockKey, record: memoryview, worth: BlockWorth) -> bool:
+        time.sleep(0.05)
+        return store(key, record, worth)
+
+    monkeypatch.setattr(tier, "store", slowly)
+    return tier
+
+
+def turn(engine: Engine, tiers: KVTiers, name: str) -> list[tuple[int, list[int]]]:
+    """Return of each prompt how much was not computed, and the answer."""
+    found = []
+    for index, prompt in enumerate(PROMPTS):
+        found.append(cached_tokens(engine, prompt, f"{name} {index}"))
+        settled(tiers)
+    return found
+
+
+def test_a_slow_store_has_records_without_loss_and_equal_tokens(
+    folder: Path, tmp_path: Path, expected: list, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    engine = small_engine(folder)
+    tiers = join(engine, slow_store(f"file://{tmp_path}", monkeypatch), levels=["lossless"])
+    first, again = turn(engine, tiers, "first"), turn(engine, tiers, "again")
+    assert [tokens for _, tokens in first] == [tokens for _, tokens in again] == expected
+    assert [cached for cached, _ in again] == [(len(prompt) - 1) // 16 * 16 for prompt in PROMPTS]
+    counts = tiers.counters()
+    assert counts["kv_store_compressed_blocks"] > 0
+    assert counts["kv_store_compressed_bytes"] < counts["kv_store_compressed_raw_bytes"]
+    assert counts["kv_store_refused_blocks"] == 0
+    assert sum("is compressed, level lossless" in line for line in caplog.messages) == 1
+    tiers.close()
+
+
+def test_records_that_lost_something_are_left_alone_by_who_did_not_name_their_level(
+    folder: Path, tmp_path: Path, expected: list, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = small_engine(folder)
+    tiers = join(engine, slow_store(f"file://{tmp_path}", monkeypatch), levels=["lossless", "4bit"])
+    turn(engine, tiers, "lossy")
+    kept = {path for path in tmp_path.rglob("*") if path.is_file()}
+    assert tiers.counters()["kv_store_compressed_blocks"] > 0
+    tiers.close()
+
+    engine = small_engine(folder)
+    tiers = join(engine, open_remote_store(f"file://{tmp_path}"), levels=["lossless"])
+    assert [tokens for _, tokens in turn(engine, tiers, "exact")] == expected
+    assert tiers.counters()["kv_store_refused_blocks"] > 0
+    assert sum("left alone: level is '4bit', which loses: set --kv-codec" in line for line in caplog.messages) == 1
+    assert all(path.exists() for path in kept)
+    tiers.close()
