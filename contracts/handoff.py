@@ -9,6 +9,9 @@
     decode  -> prefill  Commit                every chunk valid and Fin seen: the pin may go
     either  -> other    Abort, answered by AbortAck once nothing can write any more
 
+    any     -> other    PrefixRequest         asks for blocks of a prompt that the other may hold; an Offer of them, or
+                                              Refuse, answers it, and what follows is as above, without Fin
+
 Every message carries (request_id, epoch); a receiver drops old epochs and counts them.
 """
 
@@ -16,6 +19,7 @@ import msgspec
 
 from contracts.events import Token
 from contracts.ids import BlockId, Epoch, RequestId
+from contracts.request import WorkerRef
 
 
 class Offer(msgspec.Struct, frozen=True, omit_defaults=True, tag="offer"):
@@ -165,6 +169,33 @@ class AbortAck(msgspec.Struct, frozen=True, tag="abort_ack"):
     epoch: Epoch
 
 
+class PrefixRequest(msgspec.Struct, frozen=True, tag="prefix"):
+    """The question for the KV of a prompt from `first_token` on, which is at the edge of a block.
+
+    `digests`: of the blocks from there on (contracts.hashing.chain_hashes), 16 bytes each, one after the other.
+    `shared_id`: see KVLayout.shared_id; a worker whose own differs holds none of these. Who has the first of them
+    offers as many as it has, without a gap, to `reader`.
+    """
+
+    request_id: RequestId
+    epoch: Epoch
+    reader: WorkerRef
+    shared_id: bytes
+    first_token: int
+    digests: bytes
+
+
 HandoffMessage = (
-    Offer | Grant | Wait | Refuse | ChunkHeader | PullScheduled | PullReady | Fin | Commit | Abort | AbortAck
+    Offer
+    | Grant
+    | Wait
+    | Refuse
+    | ChunkHeader
+    | PullScheduled
+    | PullReady
+    | Fin
+    | Commit
+    | Abort
+    | AbortAck
+    | PrefixRequest
 )

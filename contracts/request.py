@@ -19,12 +19,16 @@ class WorkerRef(msgspec.Struct, frozen=True):
 
 
 class Route(msgspec.Struct, frozen=True):
-    """The workers that serve a request; if `prefill == decode`, nothing is moved."""
+    """The workers that serve a request; if `prefill == decode`, nothing is moved.
+
+    `source` is another worker that may hold more of the prompt's KV than `prefill`, which can ask it for that.
+    """
 
     request_id: RequestId
     epoch: Epoch
     prefill: WorkerRef
     decode: WorkerRef
+    source: WorkerRef | None = None
 
     @property
     def is_local(self) -> bool:

@@ -33,6 +33,7 @@ from engine.forward_pass import ForwardPass
 from engine.handoff import Handoff
 from engine.intake import Intake
 from engine.messages import EngineRequest, EngineStats, Reservation, StepObserver, StepOutput
+from engine.prefix_export import PrefixExport
 from engine.request_release import RequestRelease
 from engine.sampling.grammar_masks import Grammars
 from engine.scheduler.scheduler import Scheduler, SchedulerLimits
@@ -91,6 +92,7 @@ class Engine:
             max_model_len, settings.max_num_seqs, self.pipeline.has_work,
         )  # fmt: skip
         self.exports = AnswerExport(table, scheduler, pool, cache)
+        self.prefix_exports = PrefixExport(table, pool)
 
     @property
     def pool_bytes(self) -> np.ndarray:

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from contracts.handoff import Abort, AbortAck, ChunkHeader, Commit, Fin, Grant, Offer, Refuse, Wait
+from contracts.handoff import Abort, AbortAck, ChunkHeader, Commit, Fin, Grant, Offer, PrefixRequest, Refuse, Wait
 from contracts.ids import Epoch, Incarnation, RequestId, WorkerId
 
-PeerMessage = Offer | Grant | Wait | Refuse | Fin | Commit | Abort | AbortAck
+PeerMessage = Offer | Grant | Wait | Refuse | Fin | Commit | Abort | AbortAck | PrefixRequest
 
 
 @dataclass(frozen=True, slots=True)

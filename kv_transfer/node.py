@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from contracts.errors import Overloaded, TransferError
-from contracts.handoff import Abort, ChunkHeader, Commit, Fin, Grant, Offer, Refuse, Wait
+from contracts.handoff import Abort, ChunkHeader, Commit, Fin, Grant, Offer, PrefixRequest, Refuse, Wait
 from contracts.ids import BlockId, Epoch, Incarnation, RequestId, WorkerId
 from contracts.layout import KVLayout
 from contracts.node import TransferCapabilities
@@ -119,8 +119,7 @@ class TransferNode:
                 return
             self._closing = True
         self._listener.stop()
-        links = self._table.alive()
-        for link in links:
+        for link in (links := self._table.alive()):
             link.fail("this worker is closing", "closed")
         for link in links:
             link.gone.wait()
@@ -167,6 +166,15 @@ class TransferNode:
         """Send the offer, connecting if there is no link; PeerDisconnected reports a failure to connect."""
         if link := self._outgoing_to(peer, was_asked=True):
             link.offer(offer)
+
+    def has_room_for(self, peer_id: WorkerId) -> bool:
+        """Return whether a link for reuse leaves those for handoffs half of `max_peers`."""
+        return self._table.has_room_for(peer_id, self._settings.max_peers // 2)
+
+    def request_prefix(self, peer: WorkerRef, request: PrefixRequest) -> None:
+        """Ask a peer for blocks, connecting if there is no link: Offer, Refuse or PeerDisconnected answers."""
+        if link := self._outgoing_to(peer, True):
+            link.send(request)
 
     def send_chunk(
         self,

@@ -3,7 +3,7 @@
 import asyncio
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import aclosing
 from zlib import crc32
 
@@ -17,7 +17,7 @@ from coordinator import refusals
 from coordinator.placement import policy, prefixes
 from coordinator.placement.policy import Candidate, RouteOffer
 from coordinator.placement.pool_view import SHORTLIST, PoolView
-from coordinator.placement.prefixes import NO_PREFIXES, PromptPrefixes
+from coordinator.placement.prefixes import NO_PREFIXES, Holder, PromptPrefixes
 from coordinator.store.store import Claim, Claimed, ClaimedRoute, ClaimedWorker, Store
 
 CHANGES_PERIOD_S, FULL_PERIOD_S = 0.25, 2.0
@@ -79,13 +79,14 @@ class Placer:
         await self._keep_fresh(self._clock())
         looked_up = request.prefixes.looked_up
         found = await self._store.prefix_holders(looked_up) if looked_up else []
+        holders = prefixes.holders(request.prefixes, found, 4 * SHORTLIST)
         for num_refused in range(MAX_CLAIMS + 1):
             if num_refused > 1:  # the counts that came with the first refusal were not all
                 await self._refresh(seen)
-            offers, refusal = self._choose(request, found)
+            offers, refusal = self._choose(request, holders)
             if refusal is not None and self._newest <= seen:
                 await self._refresh(seen)  # no refusal by an old view
-                offers, refusal = self._choose(request, found)
+                offers, refusal = self._choose(request, holders)
             if refusal is None and num_refused == MAX_CLAIMS:  # others were faster each time
                 offers, refusal = [], refusals.overloaded(full_side, refusals.MIN_RETRY_S)
             refs = self._view.refs(offers)
@@ -100,7 +101,8 @@ class Placer:
                 raise refusal
             if (offer := self._learn(request, offers, claimed)) is not None:
                 prefill, decode = refs[offer.prefill.worker_id], refs[offer.decode.worker_id]
-                return Route(request.request_id, request.epoch, prefill, decode)
+                source = self._view.source(offer.prefill, holders)
+                return Route(request.request_id, request.epoch, prefill, decode, source)
             full_side = _full_side(claim, claimed)
         raise AssertionError("the last claim has a refusal")
 
@@ -171,8 +173,9 @@ class Placer:
         """Return the store's time, by what it was at the last read."""
         return self._since_us / 1000 + (self._clock() - self._read_s) * 1000
 
-    def _choose(self, request: PlaceRequest, found: Sequence[bytes]) -> tuple[list[RouteOffer], TandemError | None]:
-        holders = prefixes.holders(request.prefixes, found, 4 * SHORTLIST)
+    def _choose(
+        self, request: PlaceRequest, holders: Mapping[str, Holder]
+    ) -> tuple[list[RouteOffer], TandemError | None]:
         salt = crc32(request.request_id.encode())
         shortlist = self._view.shortlist(request.num_tokens, request.exclude, holders, self._now_ms(), salt)
         try:

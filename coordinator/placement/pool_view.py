@@ -26,7 +26,7 @@ from coordinator.placement.policy import (
     sound_rate,
     to_candidate,
 )
-from coordinator.placement.prefixes import BLOCK_TOKENS, is_cached
+from coordinator.placement.prefixes import BLOCK_TOKENS, Holder, is_cached
 from coordinator.store.store import PoolRow, PoolUpdate, WorkerCounts
 
 SHORTLIST = 16
@@ -107,29 +107,48 @@ class PoolView:
         self,
         num_tokens: int,
         exclude: Collection[WorkerId],
-        holders: Mapping[str, tuple[int, int]],
+        holders: Mapping[str, Holder],
         now_ms: float,
         salt: int = 0,
     ) -> list[Candidate]:
         """Return the workers that a choice for a prompt looks at, by id.
 
-        They are the least loaded of each kind, and `holders` of the prompt's prefix: term -> depth and age, as
-        coordinator.placement.prefixes has it. `salt`: of whom among many that wait for work, so that gateways which see
-        the same do not look at the same.
+        They are the least loaded of each kind, and `holders` of the prompt's prefix, by term. `salt`: of whom among
+        many that wait for work, so that gateways which see the same do not look at the same.
         """
         found: dict[WorkerId, Candidate] = {}
         for side in ("prefill", "decode"):
             found |= {c.worker_id: c for c in self._least_loaded(side, num_tokens, exclude, now_ms, salt)}
         for partner in self._partners(list(found.values()), num_tokens, exclude):
             found.setdefault(partner.worker_id, partner)
-        for term, (depth, served_blocks) in holders.items():
-            worker = self._by_term.get(term)
-            if worker is None or not self._takes_work(worker) or worker.worker_id in exclude:
-                continue
-            if is_cached(served_blocks, worker.counts.num_served_blocks, worker.info.capacity_tokens):
-                cached = min(depth * BLOCK_TOKENS, num_tokens - 1)
+        for worker, holder in self._holding(holders):
+            if self._takes_work(worker) and worker.worker_id not in exclude:
+                cached = min(holder.depth * BLOCK_TOKENS, num_tokens - 1)
                 found[worker.worker_id] = replace(worker.candidate, cached_tokens=cached)
         return [self._as_of(found[worker_id], now_ms) for worker_id in sorted(found)]
+
+    def source(self, prefill: Candidate, holders: Mapping[str, Holder]) -> WorkerRef | None:
+        """Return the worker that seems to hold the most of a prompt beyond what `prefill` holds.
+
+        None if none does. Of equal depth it is who may have decoded the answer behind. One that drains still gives.
+        """
+        best, most = None, (prefill.cached_tokens // BLOCK_TOKENS, False)
+        for worker, holder in self._holding(holders):
+            has_answer = holder.is_continued and worker.info.role is not WorkerRole.PREFILL
+            if worker.worker_id == prefill.worker_id or worker.info.layout_id != prefill.layout_id:
+                continue
+            if (holder.depth, has_answer) > most and worker.is_alive(self._now_ms):
+                best, most = worker.info.ref, (holder.depth, has_answer)
+        return best
+
+    def _holding(self, holders: Mapping[str, Holder]) -> Iterator[tuple["_Worker", Holder]]:
+        """Yield the workers in whose caches the prefixes that they served still are, as far as can be known."""
+        for term, holder in holders.items():
+            worker = self._by_term.get(term)
+            if worker is None:
+                continue
+            if is_cached(holder.served_blocks, worker.counts.num_served_blocks, worker.info.capacity_tokens):
+                yield worker, holder
 
     def _as_of(self, candidate: Candidate, now_ms: float) -> Candidate:
         """Return a worker without the prompts that it has computed since it was counted, at its own pace."""

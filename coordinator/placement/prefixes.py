@@ -8,6 +8,7 @@ cache), and the depth and hash at which that prompt ended: a conversation that g
 import hashlib
 from bisect import bisect_left
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -62,20 +63,32 @@ class PromptPrefixes:
 NO_PREFIXES = PromptPrefixes(())
 
 
-def holders(prompt: PromptPrefixes, found: Sequence[bytes], limit: int) -> dict[str, tuple[int, int]]:
+class Holder(NamedTuple):
+    """A worker that served a prefix of `depth` blocks.
+
+    `served_blocks` of prompts had been placed on it by then. `is_continued`: the prompt that it served is all in this
+    one, so it may hold the answer that comes next as well.
+    """
+
+    depth: int
+    served_blocks: int
+    is_continued: bool
+
+
+def holders(prompt: PromptPrefixes, found: Sequence[bytes], limit: int) -> dict[str, Holder]:
     """Return some terms that hold the deepest prefixes, `limit` if there are as many.
 
-    They come as term -> the depth in blocks, and when it was served, in blocks placed on that worker. `found`: the
-    entries of what is looked up.
+    `found`: the entries of what is looked up.
     """
-    deepest: dict[str, tuple[int, int]] = {}
+    deepest: dict[str, Holder] = {}
     seen = b""
     for depth, entry in zip(reversed(DEPTHS[: len(found)]), reversed(found), strict=True):
         if entry != seen:  # else a deeper one is of the same holders
             seen = entry
             for holder in entry.decode().split():
                 term, blocks, *ended = holder.split(":")
-                deepest.setdefault(term, (_end(prompt, ended) or depth, int(blocks)))
+                end = _end(prompt, ended)
+                deepest.setdefault(term, Holder(end or depth, int(blocks), end > 0))
         if len(deepest) >= limit:
             break
     return deepest

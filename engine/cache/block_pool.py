@@ -6,6 +6,7 @@ Plain accounting: it never sees the bytes.
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 
 from contracts.errors import OutOfBlocks
 from contracts.ids import BlockId
@@ -87,6 +88,11 @@ class BlockPool:
                 break
             matched.append(BlockId(block))
         return matched
+
+    def find_by_digest(self, digests: Iterable[bytes]) -> list[BlockId]:
+        """Return the cached blocks up to the first digest that is not here, for who has no token ids."""
+        blocks = (self._by_digest.get(digest) for digest in digests)
+        return [BlockId(block) for block in takewhile(lambda block: block is not None, blocks) if block is not None]
 
     def fits(self, count: int, beside: Iterable[int]) -> bool:
         """So many can be allocated once those `beside`, cached or held, are held too."""

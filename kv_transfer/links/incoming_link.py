@@ -17,6 +17,7 @@ from contracts.handoff import (
     Grant,
     HandoffMessage,
     Offer,
+    PrefixRequest,
     PullReady,
     PullScheduled,
 )
@@ -43,7 +44,7 @@ class IncomingLink(Link):
     """The decode end of a link."""
 
     outgoing = False
-    receives = (Offer, PullScheduled, PullReady, Fin, Abort, AbortAck)
+    receives = (Offer, PullScheduled, PullReady, Fin, Abort, AbortAck, PrefixRequest)
 
     def __init__(self, parts: LinkParts, hello: Hello) -> None:
         self.grants = GrantTable(parts.layout, [pool.num_blocks for pool in parts.pools])

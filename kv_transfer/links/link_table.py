@@ -34,6 +34,11 @@ class LinkTable:
             link = self.placed.get((peer_id, False))
         return link if isinstance(link, IncomingLink) else None
 
+    def has_room_for(self, peer_id: WorkerId, max_links: int) -> bool:
+        """Return whether there is an outgoing link to this peer, or one more would be within `max_links`."""
+        with self.lock:
+            return (peer_id, True) in self.placed or len(self.placed) < max_links
+
     def in_place(self) -> list[Link]:
         with self.lock:
             return list(self.placed.values())

@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from contracts.hashing import salted
-from coordinator.placement.prefixes import BLOCK_TOKENS, DEPTHS, MAX_BLOCKS, PromptPrefixes, holders
+from coordinator.placement.prefixes import BLOCK_TOKENS, DEPTHS, MAX_BLOCKS, Holder, PromptPrefixes, holders
 
 
 def test_prompts_share_the_hashes_of_what_they_have_in_common() -> None:
@@ -39,4 +39,4 @@ def test_a_prompt_that_goes_on_where_a_holders_ended_is_known_to_the_block(num_m
     asked = PromptPrefixes([*tokens, *[1] * num_more] if num_more >= 0 else tokens[:num_more])
     found = [entry] * len(asked.looked_up)
     assert asked.looked_up[:4] == before.looked_up[:4]
-    assert holders(asked, found, 8) == {"12": (depth, 40)}
+    assert holders(asked, found, 8) == {"12": Holder(depth, 40, depth == 5)}

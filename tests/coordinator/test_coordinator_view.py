@@ -15,7 +15,7 @@ from coordinator.placement import policy
 from coordinator.placement.placer import Placer
 from coordinator.placement.policy import Candidate
 from coordinator.placement.pool_view import SHORTLIST, PoolView
-from coordinator.placement.prefixes import BLOCK_TOKENS, PromptPrefixes
+from coordinator.placement.prefixes import BLOCK_TOKENS, Holder, PromptPrefixes
 from coordinator.store.local_server import RedisServer
 from coordinator.store.redis_store import MAX_ROWS, RedisStore
 from coordinator.store.store import Claim, Claimed, PoolRow, PoolUpdate, Store, WorkerCounts
@@ -77,7 +77,9 @@ class TestShortlist:
 
     def test_a_holder_of_the_prefix_is_looked_at_whatever_its_load(self):
         rows = [row(node(f"p{i:03}", WorkerRole.PREFILL), i, pending_tokens=i) for i in range(200)]
-        found = view_of(*rows, row(node("d", WorkerRole.DECODE), 999)).shortlist(700, (), {"150": (10, 0)}, 0)
+        found = view_of(*rows, row(node("d", WorkerRole.DECODE), 999)).shortlist(
+            700, (), {"150": Holder(10, 0, False)}, 0
+        )
         (holder,) = (candidate for candidate in found if candidate.worker_id == "p150")
         assert holder.cached_tokens == 10 * BLOCK_TOKENS
 
@@ -85,7 +87,9 @@ class TestShortlist:
         capacity = 400 * BLOCK_TOKENS
         for since, cached in ((399, 640), (400, 0)):
             rows = [row(node("m", WorkerRole.MIXED, capacity=capacity), 1, num_served_blocks=7 + since)]
-            assert [c.cached_tokens for c in view_of(*rows).shortlist(700, (), {"1": (10, 7)}, 0)] == [cached]
+            assert [c.cached_tokens for c in view_of(*rows).shortlist(700, (), {"1": Holder(10, 7, False)}, 0)] == [
+                cached
+            ]
 
     def test_those_that_can_exchange_kv_are_found_behind_those_that_can_not(self):
         shm = ways("l", by="shm@a")
@@ -141,6 +145,34 @@ class CountingStore(MemoryStore):
             raise RegistryError("Redis does not answer", "does not answer")
         async for part in super().pool(since_us, is_full):
             yield part
+
+
+class TestSource:
+    """The worker that is asked for the KV of a prompt which its prefill worker does not have."""
+
+    def source(self, *holders: tuple[str, Holder], num_served_blocks: int = 0) -> str | None:
+        """Return who it is, beside a prefill worker "1" that holds ten blocks; "2" is of the other layout."""
+        rows = [row(node("1", WorkerRole.PREFILL), 1), row(node("3", WorkerRole.PREFILL), 3)]
+        rows += [row(node("4", WorkerRole.DECODE), 4, num_served_blocks=num_served_blocks)]
+        rows += [row(replace(node("2", WorkerRole.DECODE), layout_id="other"), 2)]
+        view = view_of(*rows)
+        (prefill,) = [c for c in view.shortlist(700, (), {"1": Holder(10, 0, True)}, 0) if c.worker_id == "1"]
+        found = view.source(prefill, dict(holders))
+        return found and found.worker_id
+
+    def test_it_is_who_holds_the_most(self):
+        assert self.source(("1", Holder(10, 0, True)), ("3", Holder(12, 0, False)), ("4", Holder(11, 0, True))) == "3"
+
+    def test_nobody_is_asked_for_what_the_prefill_worker_has(self):
+        assert self.source(("1", Holder(10, 0, True)), ("3", Holder(10, 0, True)), ("4", Holder(10, 0, False))) is None
+        assert self.source(("1", Holder(12, 0, True))) is None
+
+    def test_who_decoded_the_answer_before_has_that_too(self):
+        assert self.source(("3", Holder(10, 0, True)), ("4", Holder(10, 0, True))) == "4"
+
+    def test_what_was_evicted_or_is_of_another_layout_is_no_use(self):
+        assert self.source(("4", Holder(12, 0, True)), num_served_blocks=10**6) is None
+        assert self.source(("2", Holder(12, 0, True)), ("9", Holder(12, 0, True))) is None
 
 
 class TestPlacer:

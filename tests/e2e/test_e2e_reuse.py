@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench.load.client import session
-from bench.system.local_system import System, running
+from bench.system.local_system import System, get_json, running
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -38,6 +38,15 @@ def turns(system: System, between=lambda: None) -> list[tuple[list[int], int]]:
     return [first, asyncio.run(ask(system, [*FIRST, *first[0], *NEXT]))]
 
 
+def health(worker: dict) -> dict:
+    return get_json(f"{worker['url']}/health")["core"]
+
+
+def counter(system: System, name: str) -> float:
+    """Return the sum of a counter over the workers."""
+    return sum(health(worker)["counters"].get(name, 0.0) for worker in system.workers())
+
+
 @pytest.fixture(scope="module")
 def alone() -> list[list[int]]:
     """Return what one worker that computes all of it answers."""
@@ -57,3 +66,13 @@ def test_through_a_store(alone: list[list[int]], tmp_path: Path) -> None:
         (first, _), (second, cached) = turns(system, all_stored)
     assert [first, second] == alone
     assert cached == num_blocks * BLOCK
+
+
+def test_from_the_worker_that_decoded(alone: list[list[int]]) -> None:
+    with running(*FLOAT32, **ONE_THREAD) as system:
+        (first, _), (second, cached) = turns(system)
+        assert counter(system, "kv_peer_failed") == 0
+        assert [first, second] == alone
+        assert cached == (len(FIRST) + MAX_TOKENS - 1) // BLOCK * BLOCK
+        assert counter(system, "kv_peer_hit_blocks") == counter(system, "kv_peer_sent_blocks") > 0
+        until(lambda: all(health(worker)["is_clean"] for worker in system.workers()))

@@ -74,6 +74,7 @@ class Worker:
         self.node = TransferNode(patient, me, incarnation, self.engine.layout, pool, self.front.wake)
         self.node.start()
         self.roles = make_roles(settings, me, self.engine, self.node, ledger)
+        self.ledger = ledger
         self.core = EngineCore(me, self.engine, self.node, self.roles, ledger, self.front)  # type: ignore[arg-type]
         self.ref = WorkerRef(me, incarnation, "", self.node.address)
 

@@ -13,6 +13,7 @@ from kv_transfer.node import TransferNode
 from worker.core.attempt_table import AttemptTable
 from worker.core.front_link import FrontLink
 from worker.core.kv_tiers import KVTiers
+from worker.core.peer_prefixes import PeerPrefixes
 from worker.core.role_handler import Attempt, RoleHandler
 from worker.core.status import StatusReporter
 from worker.messages import CoreFrame, GatewayGone, KnownPeers, Stop, ToCore, Work
@@ -46,7 +47,8 @@ class EngineCore(StepObserver):
         self._me = me
         self._engine = engine
         self._node = node
-        self._roles = roles
+        self._roles = roles = [*roles]
+        self._prefixes: PeerPrefixes | None = None
         self._attempts = attempts
         self._link = link
         self._clock = clock
@@ -64,6 +66,11 @@ class EngineCore(StepObserver):
         """Keep KV in tiers below the pool as well, and load it from there."""
         self._engine.use_lower_tiers(tiers)
         self._tiers = self._status.tiers = tiers
+
+    def use_peers(self, prefixes: PeerPrefixes) -> None:
+        """Pull prefixes from other workers, and give them those that are cached here."""
+        self._prefixes = prefixes
+        self._roles.insert(0, prefixes)
 
     def run(self) -> None:
         """Run until the front sends Stop. Raises FrontDisconnected when the front is gone."""
@@ -84,7 +91,9 @@ class EngineCore(StepObserver):
     def _poll_timeout_s(self) -> float:
         if self._engine.has_work():
             return self._stuck_timeout_s() if self._is_stuck else self._launch_slack_s()
-        return ALERT_WAIT_S if self._engine.has_reserved else IDLE_WAIT_S
+        if self._engine.has_reserved:
+            return ALERT_WAIT_S
+        return TICK_S if self._prefixes is not None and self._prefixes.is_waiting else IDLE_WAIT_S
 
     def _stuck_timeout_s(self) -> float:
         """Return how long an engine that can't go on waits: a load from lower tiers is given up on time."""
@@ -148,6 +157,8 @@ class EngineCore(StepObserver):
         events = self._node.poll()
         now = self._clock()
         for event in events:
+            if self._prefixes is not None and self._prefixes.takes(event, now):
+                continue
             for role in self._roles:
                 role.on_transfer(event, now)
 

@@ -25,6 +25,7 @@ from worker.core.engine_core import EngineCore
 from worker.core.front_link import FrontDisconnected, FrontLink
 from worker.core.gpu_claim import claim_gpus
 from worker.core.open_tiers import open_tiers
+from worker.core.peer_prefixes import PeerPrefixes
 from worker.core.role_handler import RoleHandler
 from worker.messages import CoreFailed, CoreReady, Loading, Start, Stop
 from worker.settings import WorkerSettings
@@ -87,6 +88,8 @@ def serve(
             attempts = AttemptTable()
             roles = make_roles(settings, me, engine, node, attempts)
             core = EngineCore(me, engine, node, roles, attempts, link)
+            if resolve_device(settings.device) == "cpu":  # a GPU computes cached blocks behind the host's back
+                core.use_peers(PeerPrefixes(me, engine, node, attempts, roles, lambda: core.prefill_rate))
             with ExitStack() as stack:
                 if tiers := open_tiers(settings, engine, lambda: core.prefill_rate, link.wake):
                     stack.callback(tiers.close)

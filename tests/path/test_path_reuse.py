@@ -1,0 +1,280 @@
+"""A prompt pulls its prefix from another worker: real engines and links in one process, and each way to fail."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from contracts.events import Failed, Finished, Prefilled, Tokens
+from contracts.handoff import Grant
+from contracts.ids import Epoch, RequestId
+from contracts.node import WorkerRole
+from contracts.request import Cancel, Job, Route
+from contracts.sampling import SamplingParams
+from engine.sequence import Status
+from tests.e2e.tiny import save_tiny
+from tests.path.cores import DEADLINE_S, GATEWAY, Worker
+from worker.core.peer_prefixes import PeerPrefixes
+from worker.messages import CoreFrame, Work
+
+pytestmark = pytest.mark.slow
+
+GREEDY = SamplingParams(max_tokens=70, seed=0, temperature=0.0, ignore_eos=True)
+PROMPT = [2 + i % 200 for i in range(300)]
+NEXT = [7] * 20
+BLOCK = 16
+SLOW, FAST = 10.0, 1e9
+"""Tokens a second at which any pull pays, and none."""
+
+
+@dataclass
+class Answer:
+    tokens: list[int]
+    cached: int
+
+
+class Pool:
+    """Workers that take their turns one after the other; those in `silent` take none."""
+
+    def __init__(self, model: str, transfer: str, *roles: WorkerRole) -> None:
+        self.workers = {role: Worker(role, model, transfer, "secret", worker_id=role.value) for role in roles}
+        self.silent: set[WorkerRole] = set()
+        self.tokens_per_s = SLOW
+        self.prefixes = {role: self._prefixes(worker) for role, worker in self.workers.items()}
+        self._num_asked = 0
+
+    def _prefixes(self, worker: Worker) -> PeerPrefixes:
+        facts = worker.ref.worker_id, worker.engine, worker.node, worker.ledger, worker.roles
+        prefixes = PeerPrefixes(*facts, lambda: self.tokens_per_s)
+        worker.core.use_peers(prefixes)
+        return prefixes
+
+    def job(self, prompt: list[int], prefill: Worker, decode: Worker, source: Worker | None = None) -> Job:
+        self._num_asked += 1
+        name = RequestId(f"r{self._num_asked}")
+        route = Route(name, Epoch(1), prefill.ref, decode.ref, source.ref if source else None)
+        return Job(route, GATEWAY, prompt, GREEDY, DEADLINE_S)
+
+    def ask(self, job: Job, until: Callable[[], object] = lambda: False) -> Answer:
+        """Return the answer, or what there is of it once `until` holds."""
+        parts = {job.route.prefill.worker_id, job.route.decode.worker_id}
+        for worker in self.workers.values():
+            if worker.ref.worker_id in parts:
+                worker.front.inbox.append(Work([job], time.monotonic()))
+        answer, is_over, deadline = Answer([], -1), False, time.monotonic() + DEADLINE_S
+        while not (is_over and self.is_idle()) and not until():
+            assert time.monotonic() < deadline, f"no end: {answer}, {self.counters()}"
+            for event in self.turn():
+                match event:
+                    case Tokens():
+                        answer.tokens += [token.token_id for token in event.tokens]
+                    case Prefilled():
+                        answer.cached = event.cached_tokens
+                    case Failed():
+                        raise AssertionError(event.message)
+                    case Finished():
+                        is_over = True
+        return answer
+
+    def turn(self) -> list:
+        events = []
+        for role, worker in self.workers.items():
+            if role not in self.silent:
+                worker.core.turn()
+                frames = [message for message in worker.front.heard if isinstance(message, CoreFrame)]
+                events += [event for frame in frames for event in frame.events.get(GATEWAY, [])]
+                worker.front.heard.clear()
+        return events
+
+    def is_idle(self) -> bool:
+        return all(
+            self.prefixes[role].is_idle() and worker.is_idle()
+            for role, worker in self.workers.items()
+            if role not in self.silent
+        )
+
+    def counters(self) -> dict[str, float]:
+        """Return those of the worker that pulls."""
+        return self.prefixes[WorkerRole.PREFILL].counters()
+
+    def assert_clean(self) -> None:
+        """Raise AssertionError if a page is lost, or held by nobody."""
+        for worker in self.workers.values():
+            worker.engine.check()
+            assert worker.engine.pool.num_held == 0
+            assert worker.engine.sequences.count(Status.RESERVED) == 0
+
+    def close(self) -> None:
+        for worker in self.workers.values():
+            worker.node.close()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tiny(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture(params=["shm", "tcp"])
+def transfer(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def pool(model: str, transfer: str) -> Iterator[Pool]:
+    """Yield a prefill worker, which pulls, and a mixed one, from which it does."""
+    pool = Pool(model, transfer, WorkerRole.PREFILL, WorkerRole.MIXED)
+    yield pool
+    pool.close()
+
+
+def first_turn(pool: Pool) -> list[int]:
+    """Return the prompt of the second turn of a conversation, whose first the mixed worker has answered."""
+    mixed = pool.workers[WorkerRole.MIXED]
+    return [*PROMPT, *pool.ask(pool.job(PROMPT, mixed, mixed)).tokens, *NEXT]
+
+
+def second_turn(pool: Pool, prompt: list[int]) -> Job:
+    prefill, mixed = pool.workers[WorkerRole.PREFILL], pool.workers[WorkerRole.MIXED]
+    return pool.job(prompt, prefill, mixed, mixed)
+
+
+@pytest.fixture(scope="module")
+def expected(model: str) -> Callable[[list[int]], list[int]]:
+    """Return a function that gives the answer of a worker which computes all of a prompt."""
+
+    def answer(prompt: list[int]) -> list[int]:
+        pool = Pool(model, "tcp", WorkerRole.MIXED)
+        mixed = pool.workers[WorkerRole.MIXED]
+        try:
+            return pool.ask(pool.job(prompt, mixed, mixed)).tokens
+        finally:
+            pool.close()
+
+    return answer
+
+
+def test_prompt_and_answer_come_from_who_decoded(pool: Pool, expected: Callable[[list[int]], list[int]]) -> None:
+    prompt = first_turn(pool)
+    answer = pool.ask(second_turn(pool, prompt))
+    num_blocks = (len(PROMPT) + GREEDY.max_tokens - 1) // BLOCK
+    assert answer.cached == num_blocks * BLOCK
+    assert answer.tokens == expected(prompt)
+    assert pool.counters()["kv_peer_hit_blocks"] == num_blocks
+    assert pool.counters()["kv_peer_loads"] == 1
+    pool.assert_clean()
+    again = pool.ask(second_turn(pool, prompt))  # nothing is missing: nobody is asked
+    assert (again.tokens, pool.counters()["kv_peer_loads"]) == (answer.tokens, 1)
+
+
+def test_what_is_not_worth_it_is_not_pulled(pool: Pool) -> None:
+    prompt = first_turn(pool)
+    pool.tokens_per_s = FAST
+    assert pool.ask(second_turn(pool, prompt)).cached == 0
+    assert sum(pool.counters()[f"kv_peer_{name}"] for name in ("loads", "refused", "given_up", "failed")) == 0
+    pool.assert_clean()
+
+
+def test_nobody_waits_for_a_peer_that_has_nothing(pool: Pool, expected: Callable[[list[int]], list[int]]) -> None:
+    answer = pool.ask(second_turn(pool, PROMPT))
+    assert (answer.tokens, answer.cached) == (expected(PROMPT), 0)
+    assert pool.counters()["kv_peer_refused"] == 1
+    pool.assert_clean()
+
+
+def test_a_peer_that_does_not_answer_is_given_up(pool: Pool) -> None:
+    """Its late offer is refused, and nothing of the pull stays at either end."""
+    prompt = first_turn(pool)
+    pool.tokens_per_s = 1000.0
+    pool.silent = {WorkerRole.MIXED}
+    pool.ask(second_turn(pool, prompt), until=lambda: is_computing(pool))
+    assert pool.counters()["kv_peer_given_up"] == 1
+    pool.silent = set()
+    pool.ask(pool.job(NEXT, pool.workers[WorkerRole.MIXED], pool.workers[WorkerRole.MIXED]))
+    pool.assert_clean()
+
+
+def is_computing(pool: Pool) -> bool:
+    return pool.workers[WorkerRole.PREFILL].engine.has_work()
+
+
+def test_a_cancel_in_the_middle_leaves_nothing(pool: Pool) -> None:
+    prompt = first_turn(pool)
+    job, prefill = second_turn(pool, prompt), pool.workers[WorkerRole.PREFILL]
+    pool.ask(job, until=lambda: prefill.engine.sequences.count(Status.RESERVED))
+    for worker in pool.workers.values():
+        worker.front.inbox.append(Work([Cancel(job.request_id, job.epoch, "the client left")], time.monotonic()))
+    pool.turn()
+    pool.ask(pool.job(NEXT, pool.workers[WorkerRole.MIXED], pool.workers[WorkerRole.MIXED]))
+    assert not is_computing(pool) and len(prefill.ledger) == 0
+    pool.assert_clean()
+
+
+def test_without_room_it_is_computed_in_its_turn(pool: Pool) -> None:
+    prompt = first_turn(pool)
+    engine = pool.workers[WorkerRole.PREFILL].engine
+    taken = engine.pool.allocate(engine.pool.num_available - 3)
+    job = second_turn(pool, prompt)
+    pool.ask(job, until=lambda: pool.counters()["kv_peer_failed"])
+    engine.pool.release(taken)
+    while not pool.is_idle():
+        pool.turn()
+    pool.assert_clean()
+
+
+@pytest.mark.parametrize("num_chunks", [0, 1])
+def test_a_peer_that_dies_in_the_middle(
+    pool: Pool,
+    num_chunks: int,
+    expected: Callable[[list[int]], list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What came before is kept, the rest is computed, and the answer goes on at the worker that computed it."""
+    prompt = first_turn(pool)
+    mixed, prefill = pool.workers[WorkerRole.MIXED], pool.workers[WorkerRole.PREFILL]
+    server = pool.prefixes[WorkerRole.MIXED]._server
+    send, sent = mixed.node.send_chunk, []
+
+    def send_some(*facts: object) -> None:
+        if len(sent) < num_chunks:
+            sent.append(facts)
+            send(*facts)  # type: ignore[arg-type]
+
+    def grant_and_die(id_: tuple, grant: Grant) -> None:
+        monkeypatch.setattr(mixed.node, "send_chunk", send_some)
+        on_grant(id_, grant)
+
+    on_grant = server._on_grant
+    monkeypatch.setattr(server, "_on_grant", grant_and_die)
+    job = pool.job(prompt, prefill, prefill, mixed)
+    pool.ask(job, until=lambda: len(sent) == num_chunks and prefill.engine.sequences.count(Status.RESERVED))
+    deadline = time.monotonic() + DEADLINE_S
+    while num_chunks and not next(iter(pool.prefixes[WorkerRole.PREFILL]._puller._open.values())).num_chunks:
+        assert time.monotonic() < deadline
+        pool.turn()
+    mixed.node.close()
+    pool.silent = {WorkerRole.MIXED}
+    tokens: list[int] = []
+    while not pool.is_idle() or not tokens:
+        assert time.monotonic() < deadline
+        for event in pool.turn():
+            tokens += [token.token_id for token in event.tokens] if isinstance(event, Tokens) else []
+    assert tokens == expected(prompt)
+    assert pool.counters()["kv_peer_hit_blocks"] == 8 * num_chunks
+    assert pool.counters()["kv_peer_failed"] == 1
+    prefill.engine.check()
+    assert prefill.engine.pool.num_held == 0
+
+
+def test_a_worker_of_another_model_gives_nothing(
+    model: str, tmp_path_factory: pytest.TempPathFactory, expected: Callable[[list[int]], list[int]]
+) -> None:
+    other = str(save_tiny(tmp_path_factory.mktemp("other"), seed=1))
+    pool, foreign = Pool(model, "tcp", WorkerRole.PREFILL), Worker(WorkerRole.MIXED, other, "tcp", "secret")
+    prefill = pool.workers[WorkerRole.PREFILL]
+    answer = pool.ask(pool.job(PROMPT, prefill, prefill, foreign))
+    assert (answer.tokens, answer.cached) == (expected(PROMPT), 0)
+    assert pool.counters()["kv_peer_failed"] == 1
+    pool.assert_clean()
+    pool.close()
+    foreign.node.close()

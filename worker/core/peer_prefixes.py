@@ -1,0 +1,129 @@
+"""The reuse of KV between workers.
+
+Prompts whose route names a source pull their prefix from there, and other workers pull from here.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+
+from contracts.errors import TandemError
+from contracts.hashing import chain_hashes, salted
+from contracts.ids import WorkerId
+from contracts.request import Job
+from engine.engine import Engine
+from engine.messages import ChunkScheduled, StepOutput
+from kv_transfer.events import TransferEvent
+from kv_transfer.node import TransferNode
+from worker.core.attempt_table import AttemptTable
+from worker.core.prefix_puller import PrefixPuller
+from worker.core.prefix_server import PrefixServer
+from worker.core.role_handler import Attempt, RoleHandler
+
+MEET_PERIOD_S = 0.1
+
+
+class PeerPrefixes:
+    """The role before those that compute prompts, `roles`: it hands an attempt on when its pull has ended.
+
+    `tokens_per_s`: see PrefixPuller. `clock`: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        me: WorkerId,
+        engine: Engine,
+        node: TransferNode,
+        attempts: AttemptTable,
+        roles: Sequence[RoleHandler],
+        tokens_per_s: Callable[[], float],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._me, self._engine, self._node, self._attempts, self._roles = me, engine, node, attempts, roles
+        self._clock, self._meet_s = clock, 0.0
+        self._puller = PrefixPuller(engine, node, tokens_per_s)
+        self._server = PrefixServer(engine, node)
+
+    def accepts(self, job: Job) -> bool:
+        """Return whether another worker may hold more of a prompt that is computed here.
+
+        A prompt that is to be scored is computed as a whole.
+        """
+        computes = job.route.source is not None and job.route.prefill.worker_id == self._me
+        return computes and job.sampling.prompt_logprobs is None and self._next_role(job) is not None
+
+    def start(self, attempt: Attempt, now: float) -> None:
+        """Pull what pays; then the next role that accepts the job starts it."""
+        job, size = attempt.job, self._engine.layout.block_size
+        try:
+            root = salted(job.cache_salt)
+            digests = chain_hashes(job.token_ids, size, (len(job.token_ids) - 1) // size, root)
+        except OverflowError:  # of 32 bits: the engine refuses such tokens in words
+            digests = []
+        if not self._puller.begin(attempt, digests, now, lambda: self._resume(attempt)):
+            self._hand_on(attempt, now)
+
+    def drop(self, attempt: Attempt, reason: str, now: float) -> None:
+        self._puller.drop(*attempt.id)
+
+    def takes(self, event: TransferEvent, now: float) -> bool:
+        """Handle an event if it belongs to a pull; return whether it does, and no other role gets it."""
+        takers = self._puller.takes(event, now), self._server.takes(event, now)
+        return any(takers)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Return whether a prompt waits for a pull."""
+        return self._puller.is_waiting
+
+    def on_started(self, attempt: Attempt, now: float) -> None:
+        """Do nothing: whoever computes the prompt has the attempt by then."""
+
+    def on_chunk_scheduled(self, attempt: Attempt, chunk: ChunkScheduled) -> None:
+        """Do nothing: whoever computes the prompt has the attempt by then."""
+
+    def on_step(self, output: StepOutput, now: float) -> None:
+        """Do nothing: a pull needs no step."""
+
+    def on_transfer(self, event: TransferEvent, now: float) -> None:
+        """Do nothing: `takes` has seen it."""
+
+    def on_tick(self, now: float) -> None:
+        self._puller.on_tick(now)
+        self._server.on_tick(now)
+        if now >= self._meet_s:
+            self._meet_s = now + MEET_PERIOD_S
+            self._meet_readers()
+
+    def counters(self) -> dict[str, float]:
+        return self._puller.counters() | {"kv_peer_sent_blocks": float(self._server.num_blocks_sent)}
+
+    def is_idle(self) -> bool:
+        return self._puller.is_idle and self._server.is_idle
+
+    def _meet_readers(self) -> None:
+        """Connect to the workers whose prompts are answered here: the next turn may pull from here.
+
+        A pull would not wait for as long as a connection takes.
+        """
+        routes = (attempt.job.route for attempt in self._attempts)
+        readers = {r.prefill.worker_id: r.prefill for r in routes if r.decode.worker_id == self._me and not r.is_local}
+        self._node.meet([reader for reader in readers.values() if self._node.has_room_for(reader.worker_id)])
+
+    def _next_role(self, job: Job) -> RoleHandler | None:
+        return next((role for role in self._roles if role.accepts(job)), None)
+
+    def _resume(self, attempt: Attempt) -> None:
+        """Hand on an attempt whose pull has ended, unless it is over itself."""
+        if self._attempts.of(attempt.key) is not attempt:
+            return
+        try:
+            self._hand_on(attempt, self._clock())
+        except TandemError as error:
+            if attempt.role is not None:
+                attempt.role.drop(attempt, f"{error.code}: {error}", self._clock())
+            self._attempts.fail(attempt, error)
+
+    def _hand_on(self, attempt: Attempt, now: float) -> None:
+        attempt.role = self._next_role(attempt.job)
+        assert attempt.role is not None
+        attempt.role.start(attempt, now)

@@ -1,0 +1,306 @@
+"""The asking side of a pull.
+
+Before a prompt is computed, its blocks that another worker holds are fetched. They come as a handoff does, into pages
+of their own, and enter the prefix cache, where the prompt finds them. What is late, wrong or lost is computed.
+"""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from contracts.errors import Corrupt, OutOfBlocks, RequestError
+from contracts.handoff import Abort, Commit, Grant, Offer, PrefixRequest, Refuse
+from contracts.ids import Epoch, RequestId, WorkerId
+from contracts.request import WorkerRef
+from contracts.sampling import SamplingParams
+from engine.cache.load_plan import LoadBudget, TierOffer, TierRate, plan_load
+from engine.engine import Engine
+from engine.messages import EngineRequest, Reservation
+from kv_transfer.events import ChunkBad, ChunkLanded, Drained, MessageReceived, PeerDisconnected, TransferEvent
+from kv_transfer.node import TransferNode
+from worker.core.role_handler import Attempt, AttemptId, attempt_key
+
+log = logging.getLogger(__name__)
+
+MAX_PULLS = 8
+MAX_BLOCKS = 2048
+"""The blocks that one pull asks for at most: their digests fit a message."""
+MAX_OVER = 256
+GUESSED_TOKENS_PER_S = 1000.0
+"""The rate of computing prompts until one is measured."""
+FIRST_GUESS = (1e9, 0.004)
+"""Bytes per second, and seconds before the first, until they are measured."""
+MIN_SLACK_S = 0.02
+"""A pull may be behind computing by so much at least: the core looks at deadlines this often."""
+DRAIN_WAIT_S = 0.05
+"""How long a prompt waits for the end of a writer here, so that what came before a pull was given up is of use."""
+
+
+@dataclass
+class Pull:
+    """The blocks of a prompt that were asked for, from `first_token` on.
+
+    All tokens before `next_token` are here.
+    """
+
+    id: AttemptId
+    peer: WorkerRef
+    first_token: int
+    began_s: float
+    budget: LoadBudget
+    token_ids: Sequence[int]
+    cache_salt: str
+    priority: int
+    then: Callable[[], None] | None
+    offer: Offer | None = None
+    reservation: Reservation | None = None
+    next_token: int = 0
+    num_chunks: int = 0
+    nbytes: int = 0
+    answered_s: float = 0.0
+    ended_s: float = 0.0
+
+    @property
+    def key(self) -> RequestId:
+        """Return the engine's id of the pages."""
+        return attempt_key(*self.id)
+
+
+class PrefixPuller:
+    """The pulls of this worker.
+
+    `tokens_per_s` returns how fast it computes prompts, 0.0 while that is unknown. A pull ends by its budget at the
+    latest, see LoadBudget: then loading and computing take little longer than computing alone.
+    """
+
+    def __init__(self, engine: Engine, node: TransferNode, tokens_per_s: Callable[[], float]) -> None:
+        self._engine, self._node, self._tokens_per_s = engine, node, tokens_per_s
+        self._open: dict[AttemptId, Pull] = {}
+        self._draining: dict[AttemptId, Pull] = {}
+        self._over: OrderedDict[AttemptId, None] = OrderedDict()
+        self._rate = TierRate(*FIRST_GUESS)
+        names = ("loads", "hit_blocks", "bytes_out", "load_seconds", "refused", "given_up", "failed", "quarantined")
+        self._counters = {f"kv_peer_{name}": 0.0 for name in names}
+
+    def begin(self, attempt: Attempt, digests: Sequence[bytes], now: float, then: Callable[[], None]) -> bool:
+        """Ask the route's source for the blocks of `digests` that are not cached here, if that pays.
+
+        Returns whether it was asked; then `then` is called once, when the pull has ended, unless it is dropped.
+        """
+        job, size = attempt.job, self._engine.layout.block_size
+        source, held = job.route.source, self._engine.prefix_exports.count(digests)
+        missing = digests[held : held + MAX_BLOCKS]
+        tokens_per_s = self._tokens_per_s() or GUESSED_TOKENS_PER_S
+        block_s = self._engine.layout.block_nbytes / self._rate.nbytes_per_s
+        best = TierOffer("peer", len(missing), self._rate.latency_s, block_s)
+        if source is None or len(self._open) >= MAX_PULLS or not missing or not self._node.checks_chunks:
+            return False
+        if not self._node.has_room_for(source.worker_id):
+            return False
+        if not plan_load([best], held * size, size, tokens_per_s).parts:
+            self._rate.passed_over()
+            return False
+        id_ = RequestId(f"pull:{job.request_id}"), job.epoch
+        budget = LoadBudget(held * size, len(job.token_ids), size, tokens_per_s)
+        facts = held * size, now, budget, job.token_ids, job.cache_salt, job.priority
+        self._open[id_] = Pull(id_, source, *facts, then)
+        request = PrefixRequest(
+            request_id=id_[0],
+            epoch=id_[1],
+            reader=job.route.prefill,
+            shared_id=self._engine.layout.shared_id,
+            first_token=held * size,
+            digests=b"".join(missing),
+        )
+        self._node.request_prefix(source, request)
+        return True
+
+    def drop(self, request_id: RequestId, epoch: Epoch) -> None:
+        """End the pull of an attempt that is over; nothing to do if there is none."""
+        if pull := self._open.get((RequestId(f"pull:{request_id}"), epoch)):
+            pull.then = None
+            self._give_up(pull, "the request is over", 0.0)
+
+    def takes(self, event: TransferEvent, now: float) -> bool:
+        """Handle an event if it belongs to a pull of this worker; return whether it does."""
+        match event:
+            case MessageReceived(peer_id, Offer() as offer) if self._knows(id_ := (offer.request_id, offer.epoch)):
+                if (pull := self._open.get(id_)) and pull.offer is None and pull.peer.worker_id == peer_id:
+                    self._on_offer(pull, offer, now)
+                else:
+                    self._node.refuse(
+                        peer_id, Refuse(request_id=id_[0], epoch=id_[1], code="cancelled", reason="the pull is over")
+                    )
+            case MessageReceived(message=Refuse() | Abort() as end) if self._knows(id_ := (end.request_id, end.epoch)):
+                if pull := self._open.get(id_):
+                    self._counters["kv_peer_refused"] += 1
+                    self._settle(pull, now, is_drained=pull.reservation is None)
+            case ChunkLanded(_, header, _) if self._knows(id_ := (header.request_id, header.epoch)):
+                if (pull := self._open.get(id_)) and pull.reservation is not None:
+                    self._on_chunk(pull, header.index, header.first_token, header.num_tokens, header.nbytes, now)
+            case ChunkBad(_, header, reason) if self._knows(id_ := (header.request_id, header.epoch)):
+                if pull := self._open.get(id_):
+                    self._fail(pull, reason, now)
+            case Drained(request_id, epoch) if self._knows((request_id, epoch)):
+                if pull := self._draining.pop((request_id, epoch), None):
+                    self._writer_ended(pull)
+            case PeerDisconnected():
+                self._on_peer_lost(event, now)
+                return False
+            case _:
+                return False
+        return True
+
+    def on_tick(self, now: float) -> None:
+        """Give up the pulls that fall behind computing."""
+        size = self._engine.layout.block_size
+        for pull in list(self._open.values()):
+            num_loaded = max(0, pull.next_token - pull.first_token) // size if pull.reservation else 0
+            slack_s = max(0.0, MIN_SLACK_S - pull.budget.slack_s)
+            if now - pull.began_s > pull.budget.limit_s(num_loaded) + slack_s:
+                self._counters["kv_peer_given_up"] += 1
+                self._rate.add(max(pull.nbytes, 1), now - pull.began_s)
+                self._give_up(pull, "computing is faster", now)
+        for pull in [pull for pull in self._draining.values() if now - pull.ended_s > DRAIN_WAIT_S]:
+            self._go_on(pull)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Return whether a prompt waits for a pull."""
+        return bool(self._open) or any(pull.then is not None for pull in self._draining.values())
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._open and not self._draining
+
+    def counters(self) -> dict[str, float]:
+        """Return all that counts up, by metric names."""
+        return self._counters
+
+    def _knows(self, id_: AttemptId) -> bool:
+        return id_ in self._open or id_ in self._draining or id_ in self._over
+
+    def _on_offer(self, pull: Pull, offer: Offer, now: float) -> None:
+        """Grant pages for what the peer has, if there is room."""
+        size = self._engine.layout.block_size
+        pull.offer, pull.answered_s = offer, now
+        is_whole = offer.num_tokens % size == 0 and pull.first_token < offer.num_tokens < len(pull.token_ids)
+        try:
+            if not is_whole:
+                raise Corrupt(f"num_tokens of the offer is {offer.num_tokens}, of a prompt of {len(pull.token_ids)}")
+            reservation = self._engine.reserve(_request(pull, offer.num_tokens))
+        except (OutOfBlocks, RequestError, Corrupt) as error:
+            self._refuse(pull, str(error), now)
+            return
+        pull.reservation, pull.next_token = reservation, reservation.skip_tokens
+        if reservation.skip_tokens < pull.first_token:  # evicted meanwhile: the peer was not asked for these
+            self._engine.release(pull.key)
+            self._engine.incoming_writer_ended(pull.key)
+            self._refuse(pull, "the blocks before those that were asked for are gone", now)
+            return
+        pages = reservation.blocks[reservation.skip_tokens // size :]
+        self._node.grant(
+            pull.peer.worker_id,
+            Grant(request_id=pull.id[0], epoch=pull.id[1], pages=[pages], skip_tokens=reservation.skip_tokens),
+        )
+
+    def _refuse(self, pull: Pull, reason: str, now: float) -> None:
+        """End a pull that was offered and has no pages."""
+        log.debug("pull %s from %s is refused: %s", pull.id[0], pull.peer.worker_id, reason)
+        self._engine.release(pull.key)  # else the scheduler keeps room for it
+        self._counters["kv_peer_failed"] += 1
+        pull.reservation = None
+        self._node.refuse(
+            pull.peer.worker_id, Refuse(request_id=pull.id[0], epoch=pull.id[1], code="unavailable", reason=reason)
+        )
+        self._settle(pull, now, is_drained=True)
+
+    def _send_refusal(self, peer_id: WorkerId, id_: AttemptId, reason: str) -> None:
+        request_id, epoch = id_
+        self._node.refuse(peer_id, Refuse(request_id=request_id, epoch=epoch, code="unavailable", reason=reason))
+
+    def _on_chunk(self, pull: Pull, index: int, first_token: int, num_tokens: int, nbytes: int, now: float) -> None:
+        if (index, first_token) != (pull.num_chunks, pull.next_token):
+            pull.next_token = 0
+            self._fail(pull, f"chunk {index} at token {first_token} is not the next", now)
+            return
+        pull.num_chunks, pull.next_token, pull.nbytes = index + 1, first_token + num_tokens, pull.nbytes + nbytes
+        if pull.offer is not None and pull.next_token == pull.offer.num_tokens:
+            self._rate.add(pull.nbytes, now - pull.answered_s)
+            self._counters["kv_peer_load_seconds"] += now - pull.began_s
+            self._node.commit(
+                pull.peer.worker_id,
+                Commit(request_id=pull.id[0], epoch=pull.id[1], num_chunks=pull.num_chunks, nbytes=pull.nbytes),
+            )
+            self._settle(pull, now, is_drained=True)
+
+    def _fail(self, pull: Pull, reason: str, now: float) -> None:
+        self._counters["kv_peer_failed"] += 1
+        log.warning("pull %s from %s failed: %s", pull.id[0], pull.peer.worker_id, reason)
+        self._give_up(pull, reason, now)
+
+    def _give_up(self, pull: Pull, reason: str, now: float) -> None:
+        """End a pull here and at the peer; what came before is kept once its writer has ended."""
+        self._settle(pull, now, is_drained=pull.reservation is None)
+        if pull.offer is not None:
+            self._node.abort(
+                pull.peer.worker_id, Abort(request_id=pull.id[0], epoch=pull.id[1], code="cancelled", reason=reason)
+            )
+
+    def _settle(self, pull: Pull, now: float, is_drained: bool) -> None:
+        """End a pull; unless it `is_drained`, pages of it may still be written to."""
+        del self._open[pull.id]
+        self._over[pull.id] = None
+        if len(self._over) > MAX_OVER:
+            self._over.popitem(last=False)
+        self._engine.release(pull.key)
+        pull.ended_s = now
+        if is_drained:
+            self._writer_ended(pull)
+        else:
+            self._draining[pull.id] = pull
+
+    def _writer_ended(self, pull: Pull) -> None:
+        """Enter what has come into the prefix cache, and go on with the prompt."""
+        if pull.reservation is not None:
+            is_checked = self._node.checks_chunks
+            num_saved = self._engine.incoming_writer_ended(pull.key, pull.next_token if is_checked else 0)
+            self._counters["kv_peer_loads"] += num_saved > 0
+            self._counters["kv_peer_hit_blocks"] += num_saved // self._engine.layout.block_size
+            self._counters["kv_peer_bytes_out"] += pull.nbytes
+        self._go_on(pull)
+
+    def _on_peer_lost(self, lost: PeerDisconnected, now: float) -> None:
+        """End the pulls from this peer, unless they came over a newer link than the one that was lost."""
+        for pull in [*self._open.values(), *self._draining.values()]:
+            is_with = (pull.peer.worker_id, pull.peer.incarnation) == (lost.peer_id, lost.incarnation)
+            if not is_with or self._node.knows(lost.peer_id, *pull.id):
+                continue
+            if pull.id in self._open:
+                self._counters["kv_peer_failed"] += 1
+                self._settle(pull, now, is_drained=pull.reservation is None)
+            if self._draining.pop(pull.id, None) is None:
+                continue
+            if lost.fenced:
+                self._writer_ended(pull)
+            else:
+                log.error("pull %s: its writer could not be fenced; its pages stay out of use", pull.id[0])
+                self._counters["kv_peer_quarantined"] += 1
+                self._go_on(pull)
+
+    def _go_on(self, pull: Pull) -> None:
+        then, pull.then = pull.then, None
+        if then is not None:
+            then()
+
+
+def _request(pull: Pull, num_tokens: int) -> EngineRequest:
+    """Return the request for which the pages of a pull are reserved: nothing of it is ever computed."""
+    return EngineRequest(
+        request_id=pull.key,
+        token_ids=pull.token_ids[:num_tokens],
+        sampling=SamplingParams(max_tokens=1, seed=0),
+        priority=pull.priority,
+        cache_salt=pull.cache_salt,
+    )
