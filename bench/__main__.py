@@ -17,6 +17,7 @@ ALL = {
     "gateway": "bench.serving.gateway",
     "structured": "bench.serving.structured_outputs",
     "soak": "bench.serving.soak",
+    "roles": "bench.serving.role_changes",
     "chaos": "bench.serving.chaos",
 }
 """Name of a benchmark -> its module, in the order in which all of them run."""
