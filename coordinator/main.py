@@ -25,7 +25,8 @@ async def _run(settings: CoordinatorSettings) -> int:
     listener, ready_file = listen(settings.host, settings.port), ReadyFile(settings.ready_file)
     try:
         await patiently(store.ping)
-        async with serving(make_app(store, settings.secret.get_secret_value(), times), listener) as task:
+        app = make_app(store, settings.secret.get_secret_value(), times, settings.role_objective_s)
+        async with serving(app, listener) as task:
             freeze_startup_objects()
             announce(settings.host, listener, ready_file)
             await asyncio.wait({task})  # not `await task`: a signal must not cancel it before it has closed

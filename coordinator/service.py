@@ -14,20 +14,28 @@ from fastapi.responses import JSONResponse
 from contracts.errors import Unavailable
 from coordinator.metrics import RedisTimes, render
 from coordinator.reaper import Reaper
+from coordinator.role_balancer import RoleBalancer
 from coordinator.store.store import Store
 from service.shared_secret import refusal, refuse_without_secret
 
 
-def make_app(store: Store, secret: str, times: RedisTimes) -> FastAPI:
-    """Reaps while it runs. `secret`: what `GET /nodes` must carry as a bearer token."""
+def make_app(store: Store, secret: str, times: RedisTimes, role_objective_s: float = 0.0) -> FastAPI:
+    """Return the application, which reaps while it runs, and with an objective balances roles.
+
+    `secret`: what `GET /nodes` must carry as a bearer token.
+    """
     reaper = Reaper(store)
+    balancer = RoleBalancer(store, secret, role_objective_s, lambda: reaper.is_leader) if role_objective_s else None
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
-        task = asyncio.create_task(reaper.run())
+        tasks = [asyncio.create_task(reaper.run())]
+        if balancer is not None:
+            tasks.append(asyncio.create_task(balancer.run()))
         yield
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     app = FastAPI(title="Tandem coordinator", docs_url=None, redoc_url=None, lifespan=lifespan)
 
@@ -35,6 +43,8 @@ def make_app(store: Store, secret: str, times: RedisTimes) -> FastAPI:
     async def health() -> JSONResponse:
         """200 while its loop runs. Redis being away is no reason to restart this process."""
         status, word = (200, "ok") if reaper.is_running else (503, "the reaper has ended; see the log")
+        if balancer is not None and not balancer.is_running:
+            status, word = 503, "the balancer of roles has ended; see the log"
         facts = {"status": word, "redis": reaper.is_connected, "leader": reaper.is_leader}
         return JSONResponse(facts, status_code=status)
 

@@ -33,8 +33,8 @@ FLAGS = ("--dtype", "float32", "--prefill", "1", "--decode", "1")
 
 
 @dataclass
-class Turn:
-    """One change of one worker: seconds until the registry had it, and until the last former request had ended."""
+class TimedChange:
+    """One change of one worker: until the registry had it, and until its last former request had ended."""
 
     role: str
     changed_s: float
@@ -42,10 +42,10 @@ class Turn:
 
 
 @dataclass
-class Run:
+class SwapRun:
     """What the load saw while roles changed, and between."""
 
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[TimedChange] = field(default_factory=list)
     swaps_s: list[float] = field(default_factory=list)
     answers: list[StreamResult] = field(default_factory=list)
     hits: list[float] = field(default_factory=list)
@@ -84,9 +84,9 @@ def parse() -> argparse.Namespace:
 
 async def swap_under_load(
     system: System, probes: list[list[int]], num_swaps: int, num_streams: int, rng: random.Random
-) -> Run:
+) -> SwapRun:
     """Swap the roles `num_swaps` times, and return what was seen."""
-    run = Run()
+    run = SwapRun()
     await ask_probes(system, probes)  # computed by one worker, moved to the other
     expected, hits = await measured(system, probes)
     note(run, expected, expected, hits)
@@ -107,7 +107,7 @@ async def swap_under_load(
     return run
 
 
-async def stream(system: System, seed: int, done: asyncio.Event, run: Run) -> None:
+async def stream(system: System, seed: int, done: asyncio.Event, run: SwapRun) -> None:
     """Ask for one answer after the other until `done`."""
     rng, model = random.Random(seed), system.model()
     async with session() as http:
@@ -135,7 +135,7 @@ async def ask_probes(system: System, probes: list[list[int]]) -> list[StreamResu
     return answers
 
 
-def note(run: Run, expected: Sequence[StreamResult], answers: Sequence[StreamResult], hits: float) -> None:
+def note(run: SwapRun, expected: Sequence[StreamResult], answers: Sequence[StreamResult], hits: float) -> None:
     run.hits.append(hits)
     run.ttfts_s += [answer.ttft_s for answer in answers]
     run.num_wrong += sum(one.text != other.text for one, other in zip(expected, answers, strict=True))
@@ -146,8 +146,8 @@ def prefix_hits(system: System) -> float:
     return sum(core["counters"]["prefix_hit_tokens"] for core in workers)
 
 
-def turn(url: str, role: str) -> Turn:
-    """Give a worker a role, and wait until its former requests have ended. Raises TimeoutError if they do not."""
+def turn(url: str, role: str) -> TimedChange:
+    """Give a worker a role, and wait for the end of its former requests. Raises TimeoutError."""
     begun = time.perf_counter()
     request = urllib.request.Request(
         f"{url}/role", json.dumps({"role": role}).encode(), {"Authorization": f"Bearer {SECRET}"}
@@ -163,10 +163,10 @@ def turn(url: str, role: str) -> Turn:
         if seen_s - begun > FORMER_TIMEOUT_S:
             raise TimeoutError(f"requests of the former role still run at {url} after {FORMER_TIMEOUT_S:.0f} s")
         time.sleep(0.02)
-    return Turn(role, changed_s, seen_s - begun)
+    return TimedChange(role, changed_s, seen_s - begun)
 
 
-def rows_of(run: Run, num_probes: int, started_s: float, cold: Sequence[StreamResult]) -> list[ResultRow]:
+def rows_of(run: SwapRun, num_probes: int, started_s: float, cold: Sequence[StreamResult]) -> list[ResultRow]:
     failed = [answer for answer in run.answers if answer.error]
     for answer in failed:
         logging.warning("failed: %s", answer.error)
