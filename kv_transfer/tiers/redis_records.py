@@ -73,6 +73,20 @@ class RedisRecords:
 
         self._call(remove)
 
+    def describe(self) -> str:
+        """Return release and room of the server, or of a cluster's first; see RecordStore."""
+        facts = self._call(lambda client: client.info())
+        first = next(iter(facts.values())) if _CLUSTER in self._url else facts
+        name = "Valkey" if "valkey_version" in first else "Redis"
+        release = first.get("valkey_version") or first["redis_version"]
+        room, policy = int(first["maxmemory"]), first["maxmemory_policy"]
+        words = f"{name} {release}, {first['used_memory_human']} used of {room / 2**30:.1f} GiB, {policy}"
+        if room and policy != "noeviction":
+            return words
+        raise OutOfBlocks(
+            f"{words}: set maxmemory, and maxmemory-policy allkeys-lfu for one, so that old blocks go when it is full"
+        )
+
     def close(self) -> None:
         if self._client is not None:
             self._client.close()

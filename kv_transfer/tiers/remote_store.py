@@ -43,6 +43,13 @@ class RecordStore(Protocol):
 
     def delete(self, keys: Sequence[BlockKey]) -> None: ...
 
+    def describe(self) -> str:
+        """Return what kind of store answers, its release and its room.
+
+        Raises OutOfBlocks if it keeps nothing new, or would keep nothing once it is full; says what to do.
+        """
+        ...
+
     def close(self) -> None: ...
 
 
@@ -157,17 +164,25 @@ class RemoteStoreTier:
 
 def open_remote_store(url: str) -> RemoteStoreTier:
     """Return the tier of a store; no connection is made yet. Raises ConfigError for a URL that names none."""
+    return RemoteStoreTier(open_record_store(url), _without_password(url))
+
+
+def open_record_store(url: str) -> RecordStore:
+    """Return the store itself. Raises ConfigError for a URL that names none."""
     if wrong := wrong_store_url(url):
         raise ConfigError(f"kv_store can't be used: {wrong}")
+    if (parts := urlsplit(url)).scheme == "file":
+        return SharedFolder(Path(parts.path))
+    try:
+        return RedisRecords(url)
+    except ValueError as error:
+        raise ConfigError(f"kv_store is {_without_password(url)}; its parameters can't be used: {error}") from error
+
+
+def _without_password(url: str) -> str:
     parts = urlsplit(url)
     port = f":{parts.port}" if parts.port else ""
-    where = f"{parts.scheme}://{parts.hostname or ''}{port}{parts.path}"  # no password
-    if parts.scheme == "file":
-        return RemoteStoreTier(SharedFolder(Path(parts.path)), where)
-    try:
-        return RemoteStoreTier(RedisRecords(url), where)
-    except ValueError as error:
-        raise ConfigError(f"kv_store is {where}; its parameters can't be used: {error}") from error
+    return f"{parts.scheme}://{parts.hostname or ''}{port}{parts.path}"
 
 
 def _copy(records: Sequence[bytes | None], into: Sequence[memoryview]) -> list[int]:

@@ -5,6 +5,7 @@ Each is a file, written once, by anyone.
 
 import errno
 import os
+import shutil
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
@@ -56,6 +57,13 @@ class SharedFolder:
         for key in keys:
             with suppress(OSError):  # it will be found faulty again
                 self._path(key).unlink(missing_ok=True)
+
+    def describe(self) -> str:
+        """Return where it is and how much is free; see RecordStore."""
+        self._require_folder()
+        if not os.access(self._folder, os.W_OK):
+            raise OutOfBlocks(f"{self._folder} is read only: change its owner or its mount")
+        return f"the folder {self._folder}, {shutil.disk_usage(self._folder).free / 2**30:.1f} GiB free"
 
     def close(self) -> None:
         """Do nothing: no file is open between calls."""

@@ -24,6 +24,7 @@ from engine.cuda.model.format_choice import experts_changed, kept_as, resolve_de
 from engine.cuda.model.memory_footprint import least_weights_nbytes
 from process.memory_limit import available_nbytes, limit_nbytes
 from service.version import release
+from tandem.commands import tier_checks
 from tandem.commands.codec_finding import codec_words
 from tandem.local.gpu_assignment import Gpu, count_gpus, look_at, what_holds
 from tandem.local.system_plan import require_redis
@@ -36,6 +37,7 @@ EXAMPLES = """\
 examples:
   tandem doctor                       the default model
   tandem doctor --model ./Qwen3-0.6B  another one: its weights, and the memory that a KV cache of it takes
+  tandem doctor --kv-store redis://kv:6379/0  what a tier below the KV cache gives here
   tandem doctor --json                for a bug report
 
 ok is not marked; a warning costs speed or matters only to some; BROKEN keeps Tandem from running, and the code is 1.
@@ -69,6 +71,7 @@ Check = Callable[[argparse.Namespace], Iterator[tuple[str, Level]]]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="", help="as for `tandem up`; SmolLM2-135M-Instruct by default")
     parser.add_argument("--redis-url", default="", help="a Redis of your own, to see whether it answers")
+    tier_checks.add_arguments(parser)
     parser.add_argument("--json", action="store_true", help="a JSON array of findings")
 
 
@@ -140,6 +143,15 @@ def _memory(options: argparse.Namespace) -> Iterator[tuple[str, Level]]:
     limited = f", of {_gib(limit)} that the control group allows" if limit is not None else ""
     advice = ": a worker needs its weights and a KV cache (TANDEM_KV_CACHE_MIB)" if left < SMALL_NBYTES else ""
     yield f"{_gib(left)} available{limited}{advice}", Level.WARNING if advice else Level.OK
+
+
+def _tiers(options: argparse.Namespace) -> Iterator[tuple[str, Level]]:
+    if not (options.kv_host_gib or options.kv_disk or options.kv_store):
+        return
+    config = open_checkpoint(options.model).config
+    token_nbytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4  # in float32, the largest
+    for words, is_well in tier_checks.check_tiers(options, token_nbytes):
+        yield words, Level.OK if is_well else Level.WARNING
 
 
 def _transports(options: argparse.Namespace) -> Iterator[tuple[str, Level]]:
@@ -337,6 +349,7 @@ CHECKS: dict[str, Check] = {
     "memory": _memory,
     "redis": _redis,
     "model": _model,
+    "tiers": _tiers,
     "transports": _transports,
     "kv codec": _codec,
     "cpu": _cpu,
