@@ -11,6 +11,7 @@ from importlib.util import find_spec
 ALL = {
     "engine": "bench.engine.cpu",
     "agreement": "bench.engine.agreement",
+    "kv_tiers": "bench.engine.kv_tiers",
     "pair_agreement": "bench.serving.pair_agreement",
     "transfer": "bench.handoff.transports",
     "serving": "bench.serving.cpu_pair",

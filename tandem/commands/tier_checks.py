@@ -1,4 +1,4 @@
-"""What `tandem doctor` finds of the tiers below the KV cache: what they hold here, and what keeps them from it."""
+"""The checks of `tandem doctor` on tiers below the KV cache: what they hold here, and what is wrong."""
 
 import argparse
 import os
