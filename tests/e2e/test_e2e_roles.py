@@ -1,6 +1,7 @@
 """Workers that change their role under load: no request fails, no token is wrong, and the cache stays."""
 
 import asyncio
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,8 +23,10 @@ QUICK = {"TANDEM_NUM_THREADS": "1", "TANDEM_KV_CACHE_MIB": "64"}
 
 @pytest.fixture(scope="module")
 def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    """A pool that balances its roles by itself where prompts wait for long, as those of one test alone do."""
     tiny = str(save_tiny(tmp_path_factory.mktemp("tiny")))
-    with running("--model", tiny, "--dtype", "float32", "--prefill", "1", "--decode", "2", **QUICK) as system:
+    flags = ("--model", tiny, "--dtype", "float32", "--prefill", "1", "--decode", "2", "--role-objective-s", "0.3")
+    with running(*flags, **QUICK) as system:
         yield system
 
 
@@ -97,6 +100,32 @@ async def test_what_a_worker_cached_as_decode_it_finds_as_prefill(system: System
     finally:
         for name, role in (("prefill-0", "prefill"), ("decode-1", "decode")):
             assert turn(system, name, role).returncode == 0
+
+
+async def test_where_prompts_wait_for_long_a_decode_worker_turns_by_itself(system: System) -> None:
+    """Prompts of thirty clients at once, each another one, until it has; none fails."""
+    errors: list[str] = []
+    model, is_turned = system.model(), asyncio.Event()
+
+    async def client(seed: int) -> None:
+        rng = random.Random(seed)
+        async with session() as http:
+            while not is_turned.is_set():
+                prompt = [rng.randrange(256) for _ in range(1900)]
+                errors.append((await ask(http, system.url, body_of(model, prompt, 4), 4)).error)
+
+    def has_turned() -> bool:
+        return sorted(worker["role"] for worker in system.workers()) == ["decode", "prefill", "prefill"]
+
+    clients = [asyncio.create_task(client(seed)) for seed in range(30)]
+    try:
+        await asyncio.to_thread(until, has_turned, SOON_S)
+    finally:
+        is_turned.set()
+        await asyncio.gather(*clients)
+    assert set(errors) == {""}
+    changed = [worker["id"] for worker in system.workers() if worker["role"] == "prefill" and "decode" in worker["id"]]
+    assert all(turn(system, name, "decode").returncode == 0 for name in changed)
 
 
 def test_the_last_of_a_side_is_refused_in_words(system: System) -> None:
