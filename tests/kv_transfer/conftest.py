@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.kv_transfer.kv_pair import Peer
+from tests.waiting import PATIENCE_S
 
 # UCX runs the same tests in a process of its own (test_kv_ucx.py), so that a crash in C does not end the test run.
 TRANSPORTS = os.environ.get("KV_TEST_TRANSPORTS", "loopback tcp shm nvlink").split()
@@ -50,7 +51,7 @@ def nothing_left() -> Iterator[None]:
     """Fails if there are more descriptors, transfer threads or shared files afterwards than before."""
     before = _held()
     yield
-    deadline = time.monotonic() + 2.0
+    deadline = time.monotonic() + PATIENCE_S
     while (left := _more(before, _held())) and time.monotonic() < deadline:
         gc.collect()  # an exception that a test kept holds the frames, and so the memory, that it came through
         time.sleep(0.02)

@@ -87,7 +87,7 @@ def main() -> None:
     decode.message(Offer, "u")  # behind the Abort
     is_kept = not any(isinstance(event, Drained) for event in [*decode.seen, *decode.poll()])
     slow.is_time = lambda: True
-    decode.wait(Drained, timeout_s=5.0)  # UCX wakes up by itself every 20 s
+    decode.wait(Drained, timeout_s=15.0)  # UCX wakes up by itself every 20 s
     print("kept until it is written" if is_kept else "given back too early")
 
     print("until it is woken up" if times_asleep() < 5 else "in naps, for nothing")

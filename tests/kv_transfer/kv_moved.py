@@ -23,7 +23,10 @@ class MovedNode:
 
     def __init__(self, name: str, host: str) -> None:
         self.woken = threading.Event()
-        settings = TransferSettings(secret=SECRET, transport="ucx", host=host, heartbeat_misses=6)
+        settings = TransferSettings(
+            secret=SECRET, transport="ucx", host=host, heartbeat_misses=6,
+            connect_timeout_s=60.0,  # an interface that is gone ends it at once
+        )  # fmt: skip
         self.node = TransferNode(settings, WorkerId(name), Incarnation("1"), LAYOUT, make_pool(), self.woken.set)
         self.node.start()
 

@@ -21,7 +21,7 @@ from tandem.local.signals import SignalInbox
 from tandem.local.supervisor import StopRequested, Supervisor, VitalDeath
 
 FAKE = Path(__file__).with_name("fake_service.py")
-START_TIMEOUT_S = 20.0
+START_TIMEOUT_S = 90.0
 
 
 def main() -> int:
