@@ -1,5 +1,6 @@
 """A worker as the rest of the system sees it: its identity, its abilities and its load."""
 
+from collections.abc import Collection
 from enum import StrEnum
 
 import msgspec
@@ -64,7 +65,11 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
 
         A connection may still fail.
         """
-        return not set(self.receive_words).isdisjoint(source.send_words)
+        return self.can_receive_any(source.send_words)
+
+    def can_receive_any(self, send_words: Collection[str]) -> bool:
+        """Return whether it can take KV sent by one of these, the `send_words` of one or more workers."""
+        return any(word in send_words for word in self.receive_words)
 
     def _word(self, layout_id: str, transport: str) -> str:
         return f"{self.ways.memory}/{layout_id}/{transport}"

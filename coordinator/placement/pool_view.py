@@ -57,7 +57,7 @@ class PoolView:
     def nodes(self) -> list[Node]:
         """All workers that were read, by id, dead ones too."""
         workers = sorted(self._workers.items(), key=lambda item: item[0])
-        return [Node(info=w.info, load=w.load, alive=w.is_alive(self._now_ms)) for _, w in workers]
+        return [w.node(self._now_ms) for _, w in workers]
 
     @property
     def num_workers(self) -> int:
@@ -280,8 +280,16 @@ class _Worker:
         self.send_words, self.receive_words = frozenset(info.send_words), frozenset(info.receive_words)
         self.places: Mapping[Kind, float] = {}
         self.placed_rate, self.num_read = 0.0, 0
+        self._node: Node | None = None
         self.count(counts, 0.0)
         self.state(NodeLoad())
+
+    def node(self, now_ms: int) -> Node:
+        """Return it as the pool's readers see it, made anew only where that is another than before."""
+        node, is_alive = self._node, self.is_alive(now_ms)
+        if node is None or node.info is not self.info or node.load is not self.load or node.alive != is_alive:
+            node = self._node = Node(info=self.info, load=self.load, alive=is_alive)
+        return node
 
     def is_alive(self, now_ms: int) -> bool:
         return self.counts.term != "0" and now_ms < self.counts.alive_until_ms

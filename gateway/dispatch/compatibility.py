@@ -16,14 +16,16 @@ def incompatible_workers(infos: Sequence[NodeInfo], model: str) -> dict[WorkerId
     fit = [info for info in infos if info.model == model]
     sources = [info for info in fit if info.role != WorkerRole.DECODE]
     sinks = [info for info in fit if info.role != WorkerRole.PREFILL]
+    sent = {word for source in sources for word in source.send_words}
     for info in sinks:
-        if info.role == WorkerRole.DECODE and sources and not any(info.can_receive_from(source) for source in sources):
+        if info.role == WorkerRole.DECODE and sources and not info.can_receive_any(sent):
             field, there, here, remedy = _difference(sources[0], info)
             what = f"it can't take the KV of {sources[0].worker_id}"
             words[info.worker_id] = f"{what}: {field} is {here} here, {there} there{remedy}"
     sinks = [info for info in sinks if info.worker_id not in words]  # the others' words speak for both sides
+    received = {word for sink in sinks for word in sink.receive_words}
     for info in sources:
-        if info.role == WorkerRole.PREFILL and sinks and not any(sink.can_receive_from(info) for sink in sinks):
+        if info.role == WorkerRole.PREFILL and sinks and received.isdisjoint(info.send_words):
             field, here, there, remedy = _difference(info, sinks[0])
             what = f"{sinks[0].worker_id} can't take its KV"
             words[info.worker_id] = f"{what}: {field} is {here} here, {there} there{remedy}"

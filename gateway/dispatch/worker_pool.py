@@ -4,7 +4,6 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 
 import aiohttp
@@ -40,6 +39,7 @@ class WorkerPool:
         self, store: Placement, gateway_id: GatewayId, secret: str, model: str, on_event: OnEvent, on_lost: OnLost
     ) -> None:
         self._store, self._gateway_id, self._model = store, gateway_id, model
+        self._infos: list[NodeInfo] = []
         self._misfits: dict[WorkerId, str] = {}
         self.strange: list[WorkerId] = []
         self._secret, self._on_event, self._on_lost = secret, on_event, on_lost
@@ -109,7 +109,8 @@ class WorkerPool:
         infos = [info for info in self.nodes if not self._drains(info.worker_id)]
         sources = [info for info in infos if info.role == WorkerRole.PREFILL]
         sinks = [info for info in infos if info.role == WorkerRole.DECODE]
-        is_pair = any(sink.can_receive_from(source) for sink in sinks for source in sources)
+        sent = {word for source in sources for word in source.send_words}
+        is_pair = any(sink.can_receive_any(sent) for sink in sinks)
         if is_pair or any(info.role == WorkerRole.MIXED for info in infos):
             return ""
         if sources and sinks:
@@ -166,7 +167,10 @@ class WorkerPool:
             else:
                 self._links[worker_id] = self._open(node)
 
-    def _name_misfits(self, infos: Sequence[NodeInfo]) -> None:
+    def _name_misfits(self, infos: list[NodeInfo]) -> None:
+        if infos == self._infos:
+            return  # what a worker can do it states once: most looks bring no more than other loads
+        self._infos = infos
         before, self._misfits = self._misfits, incompatible_workers(infos, self._model)
         for worker_id in self._misfits.keys() - before.keys():  # said once, not at each look
             log.warning("worker %s: %s", worker_id, self._misfits[worker_id])
