@@ -10,9 +10,9 @@ from urllib.parse import urlsplit
 import yaml
 
 from bench.__main__ import ALL as BENCHMARKS
-from service.settings import read_settings
+from service.settings import read_settings, variable
 from tandem import cli
-from tandem.local.preflight import MAKE_VARIABLES, read_up_settings, unread
+from tandem.local.preflight import MAKE_VARIABLES, SERVICES, handed_on, read_up_settings, unread
 from tests.docs.fences import ROOT
 from tools.configuration import COMMANDS
 
@@ -85,10 +85,14 @@ def _tandem(words: list[str]) -> None:
     command, *rest = words
     assert command in cli.COMMANDS, f"no command {command}"
     if command == "up":
-        if any(word.startswith("cuda") for word in rest):
-            _settings("tandem up", rest)  # whether this machine has such GPUs says nothing of the page
+        own, variables = handed_on(rest)
+        for kind in SERVICES:
+            given = [name for name in kind.model_fields if variable(name) in variables]
+            read_settings(kind, [f"--{name.replace('_', '-')}={variables[variable(name)]}" for name in given])
+        if any(word.startswith("cuda") for word in own):
+            _settings("tandem up", own)  # whether this machine has such GPUs says nothing of the page
         else:
-            read_up_settings(rest)
+            read_up_settings(own)
     elif command == "worker":
         _settings("tandem worker", rest)
     elif (command, *rest[:1]) == ("bench", "serve"):
