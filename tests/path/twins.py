@@ -130,7 +130,7 @@ class FakeEngine:
 
     def step(self, watcher: StepObserver) -> StepOutput:
         started, chunks, sampled, ended = [], [], [], []
-        num_prefill = 0
+        num_prefill = num_decode = 0
         for key, sequence in list(self.sequences.items()):
             if sequence.state in ("waiting", "decoding") and not sequence.started:
                 if sequence.state == "waiting" and self.held + sequence.num_blocks > self.capacity:
@@ -144,11 +144,12 @@ class FakeEngine:
                 num_prefill += self._prefill(key, sequence, chunks, sampled)
             elif sequence.state == "decoding" and self._make_room(sequence):
                 sampled.append(self._sample(key, sequence))
+                num_decode += 1
             if sampled and sampled[-1].request_id == key and sequence.num_out >= sequence.request.sampling.max_tokens:
                 ended.append(Ended(key, sequence.num_out, FinishReason.LENGTH))
                 del self.sequences[key]
         found = (tuple(started), tuple(chunks), tuple(sampled), tuple(ended))
-        return StepOutput(*found, num_prefill_tokens=num_prefill, span_s=self.span_s)
+        return StepOutput(*found, num_prefill_tokens=num_prefill, num_decode_tokens=num_decode, span_s=self.span_s)
 
     def _prefill(self, key: RequestId, sequence: FakeSequence, chunks: list, sampled: list) -> int:
         first = sequence.computed

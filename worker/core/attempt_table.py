@@ -92,7 +92,7 @@ class AttemptTable:
 
     def finish(self, attempt: Attempt, num_tokens: int, reason: FinishReason) -> None:
         job = attempt.job
-        self._emit(attempt, Finished(job.request_id, job.epoch, num_tokens, reason, dict(attempt.stages_s)))
+        self._emit(attempt, Finished(job.request_id, job.epoch, num_tokens, reason, attempt.account()))
         self.leave(attempt)
 
     def fail(self, attempt: Attempt, error: TandemError) -> None:

@@ -196,6 +196,7 @@ class EngineCore(StepObserver):
 
     def _publish(self, output: StepOutput) -> None:
         now = self._clock()
+        self._count_step(output)
         for scored in output.scored:
             if attempt := self._attempts.of(scored.request_id):
                 self._attempts.scored(attempt, scored.first_index, scored.tokens)
@@ -210,6 +211,19 @@ class EngineCore(StepObserver):
         for role in self._roles:
             role.on_step(output, now)
         self._end(output, now)
+
+    def _count_step(self, output: StepOutput) -> None:
+        """Account the step to each answer that goes on by it, or that waits while prompts alone are computed."""
+        if not output.num_decode_tokens:
+            for attempt in self._attempts:
+                if attempt.has_sent_stages:  # it has a token
+                    attempt.count_step("prefill", output.span_s)
+            return
+        kind = "mixed" if output.num_prefill_tokens else "decode"
+        for sampled in output.sampled:
+            attempt = self._attempts.of(sampled.request_id)
+            if attempt is not None and not attempt.is_first(sampled.token):
+                attempt.count_step(kind, output.span_s)
 
     def _end(self, output: StepOutput, now: float) -> None:
         for ended in output.ended:

@@ -1,7 +1,7 @@
 """The attempt to serve a request, and the role that serves it: a side of the handoff, or both at once."""
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 from contracts.events import Token
 from contracts.ids import Epoch, RequestId
@@ -10,6 +10,7 @@ from engine.messages import ChunkScheduled, EngineRequest, StepOutput
 from kv_transfer.events import TransferEvent
 
 AttemptId = tuple[RequestId, Epoch]
+StepKind = Literal["decode", "mixed", "prefill"]
 
 
 def attempt_key(request_id: RequestId, epoch: Epoch) -> RequestId:
@@ -22,7 +23,8 @@ class Attempt:
     """An attempt between acceptance and end.
 
     `stages_s`: its time account on this worker, stage -> seconds. `has_sent_stages`: the gateway has been sent the
-    times up to the first token.
+    times up to the first token. `longest_step_s` and `longest_step_kind`: the longest engine step since its first
+    token, none while the kind is empty.
     """
 
     job: Job
@@ -32,6 +34,8 @@ class Attempt:
     cached_tokens: int = 0
     stages_s: dict[str, float] = field(default_factory=dict)
     has_sent_stages: bool = False
+    longest_step_s: float = 0.0
+    longest_step_kind: StepKind | Literal[""] = ""
 
     @property
     def id(self) -> AttemptId:
@@ -63,6 +67,16 @@ class Attempt:
         """End the stage that began at the last mark."""
         self.stages_s[name] = self.stages_s.get(name, 0.0) + now - self.mark_s
         self.mark_s = now
+
+    def count_step(self, kind: StepKind, span_s: float) -> None:
+        """Account an engine step that its answer waited for."""
+        if span_s > self.longest_step_s:
+            self.longest_step_s, self.longest_step_kind = span_s, kind
+
+    def account(self) -> dict[str, float]:
+        """Return its stages, and its longest step as `longest_KIND_step`."""
+        longest = {f"longest_{self.longest_step_kind}_step": self.longest_step_s} if self.longest_step_kind else {}
+        return self.stages_s | longest
 
 
 class RoleHandler(Protocol):

@@ -1,5 +1,6 @@
 """The core's loop, over twins: what it takes and in which order, what it refuses, how it pictures itself."""
 
+from dataclasses import replace
 from itertools import groupby
 
 import msgspec
@@ -269,6 +270,28 @@ def test_a_token_of_the_time_account_is_on_the_worker_that_spent_it():
     assert told == {stage: end.stages_s[stage] for stage in ("expect", "land", "queue")}
     assert set(end.stages_s) == {"expect", "land", "queue", "decode"}
     assert all(span_s >= 0 for span_s in (*prefilled.stages_s.values(), *end.stages_s.values()))
+
+
+@pytest.mark.parametrize("kind", ["decode", "mixed", "prefill"])
+def test_the_longest_step_that_an_answer_waited_for_is_told_with_what_was_in_it(monkeypatch, kind: str):
+    ring = Ring()
+    engine, lengths_s = ring.sides[D].engine, iter([0.01, 0.04, 0.02, 0.03])
+    step = engine.step
+
+    def timed(watcher: StepObserver) -> StepOutput:
+        span_s = next(lengths_s)
+        if span_s == 0.04 and kind == "prefill":  # of prompts alone, for which the answer waits
+            return StepOutput(num_prefill_tokens=64, span_s=span_s)
+        num_prompt = 64 if span_s == 0.04 and kind == "mixed" else 0
+        return replace(step(watcher), num_prefill_tokens=num_prompt, span_s=span_s)
+
+    monkeypatch.setattr(engine, "step", timed)
+    ring.both(ring.job(R, list(range(40)), 4))
+    ring.settle()
+    (end,) = ring.ends(R)
+    assert {name: span_s for name, span_s in end.stages_s.items() if "longest" in name} == {
+        f"longest_{kind}_step": 0.04
+    }
 
 
 def test_both_accounts_begin_when_the_job_came_not_when_a_core_had_the_time():
