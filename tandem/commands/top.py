@@ -26,6 +26,7 @@ KV              how much of the cache running requests hold; what is kept for la
 prompt, answer  tokens computed of prompts, and produced of answers
 MB/s            KV sent (prefill) or received (decode); a link's own is under `links`, with the transport really taken
 codec           levels at which a link's KV is compressed, and how many times smaller that makes what it sends
+tiers           what keeps KV below a cache: what it holds, blocks loaded and forgotten a second, and its speed
 handoffs        requests between prefill and decode now: pages asked for, refused until some are free, granted while
                 chunks cross, committed and decoding
 Rates and times are means over the last interval; - is what nobody has measured yet.
@@ -36,12 +37,14 @@ STYLES = {
     "turning": "yellow",
     "unhealthy": "bold red",
     "dead": "bold red",
+    "off": "bold red",
     "starting": "yellow",
     "up": "green",
 }
 WORKER_COLUMNS = ("worker", "state", "run", "wait", "KV", "prompt t/s", "answer t/s", "MB/s", "handoffs/s")
 GATEWAY_COLUMNS = ("gateway", "state", "in flight", "requests/s", "errors/s", "tok/s", "TTFT ms", "ITL ms")
 LINK_COLUMNS = ("links", "by", "state", "codec", "MB of KV", "MB/s")
+TIER_COLUMNS = ("tiers", "of", "state", "GB", "blocks", "loaded/s", "evicted/s", "MB/s")
 HANDOFFS = {"RESERVING": "offered", "HELD": "waiting for pages", "TRANSFERRING": "granted", "COMMITTED": "committed"}
 """The states of the coordinator's table that a handoff passes -> their names in this view."""
 WIDE = 100
@@ -95,8 +98,9 @@ def view(before: Look, after: Look, width: int) -> Group:
     parts = []
     for port in sorted({int(row["port"] or 0) for row in after.rows}):
         rows = [row for row in after.rows if row["port"] == port]
-        tables = (_gateways, _handoffs, _workers, _links)
-        parts += [part for table in tables for part in (table(rows, before, after, 1 if width < WIDE else 3), Text())]
+        gap = 1 if width < WIDE else 3
+        made = [table(rows, before, after, gap) for table in (_gateways, _handoffs, _workers, _links, _tiers)]
+        parts += [part for table in made if table is not None for part in (table, Text())]
     return Group(*parts[:-1])
 
 
@@ -159,6 +163,26 @@ def _links(rows: Sequence[ps.Row], before: Look, after: Look, gap: int) -> Table
             words = f"{row['id']} → {link.peer}", link.transport, _state(link.state), _codec(link)
             table.add_row(*words, _megabytes(link.nbytes), _megabytes(moved))
     return table if table.row_count else Text("no KV was moved yet", "dim")
+
+
+def _tiers(rows: Sequence[ps.Row], before: Look, after: Look, gap: int) -> Table | None:
+    """Return a table with a line for each tier below a worker's KV cache; None if there are none."""
+    table = _table(TIER_COLUMNS, gap, num_words=3)
+    for row in rows:
+        earlier = before.page(row).tiers
+        for name, now in after.page(row).tiers.items():
+            since = Change(earlier.get(name, {}), now, after.at_s - before.at_s)
+            table.add_row(
+                name,
+                str(row["id"]),
+                _state("up" if now.get("on", 1.0) else "off"),
+                _number(now["bytes"] / 1e9 if "bytes" in now else None, 1),
+                _number(now.get("blocks")),
+                _number(since.rate("loaded_blocks_total"), 1),
+                _number(since.rate("evicted_blocks_total"), 1),
+                _megabytes(now.get("bytes_per_second")),
+            )
+    return table if table.row_count else None
 
 
 def _codec(link: LinkView) -> str:

@@ -19,6 +19,8 @@ STATES = "tandem_coordinator_requests"
 SENT = "tandem_link_nbytes_total"
 CODED, CODED_SENT = "tandem_link_codec_nbytes_total", "tandem_link_codec_wire_nbytes_total"
 
+TIER = "tandem_worker_kv_tier_"
+
 Samples = dict[str, float]
 """Sample name -> value, summed over its labels."""
 
@@ -42,12 +44,13 @@ class Page:
     """The metrics of one process.
 
     `states`: how many requests are in each, at the coordinator. Among the sums is `errors`: the gateway's requests that
-    ended in an error of ours.
+    ended in an error of ours. `tiers`: by name, the metrics of each tier below a worker's KV cache, without TIER.
     """
 
     sums: Samples = field(default_factory=dict)
     states: Samples = field(default_factory=dict)
     links: tuple[LinkView, ...] = ()
+    tiers: Mapping[str, Samples] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -115,10 +118,13 @@ def parse(text: str) -> Page:
     states: Samples = {}
     links: list[LinkView] = []
     levels: defaultdict[str, dict[str, tuple[float, float]]] = defaultdict(dict)
+    tiers: defaultdict[str, Samples] = defaultdict(dict)
     for sample in (sample for family in text_string_to_metric_families(text) for sample in family.samples):
         name, labels, value = sample.name, sample.labels, sample.value
         sums[name] = sums.get(name, 0.0) + value
-        if name == REQUESTS:
+        if name.startswith(TIER):
+            tiers[labels["tier"]][name.removeprefix(TIER)] = value
+        elif name == REQUESTS:
             sums["errors"] = sums.get("errors", 0.0) + (labels.get("code") not in NOT_OURS) * value
         elif name == STATES:
             states[labels["state"]] = value
@@ -127,4 +133,4 @@ def parse(text: str) -> Page:
         elif name in (CODED, CODED_SENT) and labels["direction"] == "out":
             before, sent = levels[labels["peer"]].get(labels["level"], (0.0, 0.0))
             levels[labels["peer"]][labels["level"]] = (value, sent) if name == CODED else (before, value)
-    return Page(sums, states, tuple(replace(link, levels=levels.get(link.peer, {})) for link in links))
+    return Page(sums, states, tuple(replace(link, levels=levels.get(link.peer, {})) for link in links), tiers)
