@@ -4,8 +4,11 @@ import subprocess
 import sys
 
 import psutil
+import pytest
 
 from bench.serving import gateway
+
+pytestmark = pytest.mark.slow
 
 
 async def test_a_small_run_measures_everything(monkeypatch):

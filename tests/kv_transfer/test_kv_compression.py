@@ -16,6 +16,8 @@ from kv_transfer.events import ChunkBad, LinkStats
 from testing.paced_proxy import PacedProxy
 from tests.kv_transfer.kv_pair import Peer, fin, send
 
+pytestmark = pytest.mark.slow
+
 SLOW = 8e6
 """Bytes a second: the pages take two seconds, of which the sender's socket holds a quarter at most."""
 LAYOUT = KVLayout.uniform(model="slow", num_layers=16, num_kv_heads=2, head_dim=32, block_size=16, dtype="float32")
