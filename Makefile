@@ -9,8 +9,8 @@ SETTINGS := MODEL PORT PREFILL DECODE MIXED DEVICE TRANSFER DTYPE REDIS_URL
 $(foreach name,$(SETTINGS),$(if $($(name)),$(eval run: export TANDEM_$(name) := $$($(name)))))
 
 # A file's tests share what they started, so a file stays together; slow files come first (tests/conftest.py). Tests wait for
-# more than a third of their time, so that four at once keep two cores busy; more than four would only wait for memory.
-PARALLEL := --numprocesses 4 --dist loadfile --no-loadscope-reorder
+# a third of their time, so that three at once keep two cores busy; each more would import and collect all of them again.
+PARALLEL := --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help run setup dev test test-quick check docs format test-compose clients bench lock clean
 

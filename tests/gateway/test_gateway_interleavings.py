@@ -28,7 +28,7 @@ from testing.memory_store import MemoryStore
 from tests.coordinator.coordinator_rig import reap
 from tests.gateway.gateway_wires import PROMPT, Wires, ask, join
 
-pytestmark = pytest.mark.usefixtures("at_once")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("at_once")]
 
 WORKERS = {"p0": WorkerRole.PREFILL, "d0": WorkerRole.DECODE, "m0": WorkerRole.MIXED, "m1": WorkerRole.MIXED}
 

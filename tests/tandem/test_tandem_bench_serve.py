@@ -18,6 +18,8 @@ from tandem.commands import bench_serve
 from tests.bench.completions import Server, served
 from tests.waiting import async_until
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 90.0
 SMALL = ("--lengths", "8/4", "--concurrency", "1", "--requests", "4")
