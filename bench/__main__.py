@@ -15,6 +15,7 @@ ALL = {
     "pair_agreement": "bench.serving.pair_agreement",
     "transfer": "bench.handoff.transports",
     "serving": "bench.serving.cpu_pair",
+    "slow_network": "bench.serving.slow_network",
     "gateway": "bench.serving.gateway",
     "structured": "bench.serving.structured_outputs",
     "soak": "bench.serving.soak",
