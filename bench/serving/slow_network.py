@@ -147,7 +147,7 @@ def ratio(services: Services) -> float:
 
 
 async def stores(args: argparse.Namespace) -> list[ResultRow]:
-    """Return the times to the first token of prompts that a store holds by `--kv-codec`, and of computing one."""
+    """Return the times to the first token by `--kv-codec` of prompts that a store holds."""
     # The cache holds one prompt (of 45 KiB a token), so that two that take turns are loaded from the store each time.
     flags = "--role", "mixed", "--kv-cache-mib", str(args.tokens * 45 // 1024 + 2)
     rng, firsts, computed = random.Random(1), {}, []

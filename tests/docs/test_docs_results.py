@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.report import kv_codec_table, readme_table, vllm_comparison
+from bench.report import kv_codec_table, readme_table, slow_network_table, vllm_comparison
 from bench.report.marked_block import read_block
 from bench.report.result import RESULTS
 from tests.docs.fences import HISTORY, PAGES, ROOT, page_name
@@ -54,3 +54,8 @@ def test_a_peer_was_measured_in_the_same_run(file: Path) -> None:
 def test_the_table_of_codec_levels_is_what_its_result_file_says() -> None:
     """`python -m bench.report.kv_codec_table` writes it anew."""
     assert read_block(kv_codec_table.PAGE, kv_codec_table.MODULE) == kv_codec_table.table()
+
+
+def test_the_table_of_slow_networks_is_what_its_result_file_says() -> None:
+    """`python -m bench.report.slow_network_table` writes it anew."""
+    assert read_block(slow_network_table.PAGE, slow_network_table.MODULE) == slow_network_table.table()
