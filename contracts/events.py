@@ -1,6 +1,6 @@
 """The events that workers send to the gateway.
 
-They are tokens and, for each accepted request, exactly one of Finished or Failed.
+They are tokens and, for each accepted request, exactly one of Finished, Failed or Moved.
 """
 
 from enum import StrEnum
@@ -103,7 +103,14 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     message: str
 
 
-Event = PromptScored | Prefilled | Tokens | Finished | Failed
+class Moved(msgspec.Struct, frozen=True, tag="moved"):
+    """The answer is no longer here: the destination of its migration has committed, and goes on under a later epoch."""
+
+    request_id: RequestId
+    epoch: Epoch
+
+
+Event = PromptScored | Prefilled | Tokens | Finished | Failed | Moved
 
 
 class EventFrame(msgspec.Struct, frozen=True):

@@ -38,6 +38,9 @@ class Route(msgspec.Struct, frozen=True):
 class Job(msgspec.Struct, frozen=True, tag="job"):
     """A request, posted to both workers of the route at once; each finds its own part by its worker id.
 
+    In a migration (`is_migration`) the route's `prefill` is the worker that decodes the answer under an earlier epoch.
+    It sends the KV to `decode`, and goes on until that has committed.
+
     `timeout_s` is what is left of the request's budget when the job is sent: a span, because clocks differ between
     machines. Among waiting jobs the one with the lowest `priority` goes first, and of equal ones the one that came
     first. Only jobs with the same `cache_salt` share prefixes. The last `num_answered` of `token_ids` belong to the
@@ -52,6 +55,7 @@ class Job(msgspec.Struct, frozen=True, tag="job"):
     priority: int = 0
     cache_salt: str = ""
     num_answered: int = 0
+    is_migration: bool = False
 
     @property
     def request_id(self) -> RequestId:
@@ -70,4 +74,15 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
     reason: str
 
 
-JobMessage = Job | Cancel
+class CancelMigration(msgspec.Struct, frozen=True, tag="cancel_migration"):
+    """The end of the migration under `epoch`, posted to its source: the answer goes on there, under its own epoch.
+
+    Idempotent. A source that has handed the answer over has sent Moved.
+    """
+
+    request_id: RequestId
+    epoch: Epoch
+    reason: str
+
+
+JobMessage = Job | Cancel | CancelMigration

@@ -81,7 +81,19 @@ class DecodeRole:
 
     def on_committed(self, handoff: IncomingHandoff) -> None:
         self._counters["kv_handoffs_received_committed"] += 1
-        self._attempts.report_state(handoff.attempt, "COMMITTED")
+        if handoff.is_migration:
+            self._repeat(handoff)
+        else:
+            self._attempts.report_state(handoff.attempt, "COMMITTED")
+
+    def _repeat(self, handoff: IncomingHandoff) -> None:
+        """Send the tokens that came with a migration.
+
+        They tell the gateway of the commit, and it has them also if the source is lost before it has read them there.
+        """
+        assert handoff.fin is not None
+        for token in (*handoff.fin.drawn, handoff.fin.first):
+            self._attempts.token(handoff.attempt, token)
 
     def on_aborted(self, handoff: IncomingHandoff, code: str) -> None:
         self._counters["kv_handoffs_received_aborted"] += code != "finished"

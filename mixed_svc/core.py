@@ -9,6 +9,7 @@ from worker.core.attempt_table import AttemptTable
 from worker.core.local_role import LocalRole
 from worker.core.main import run
 from worker.core.role_handler import RoleHandler
+from worker.handoff.migration_source import MigrationSource
 from worker.settings import WorkerSettings
 
 
@@ -20,6 +21,7 @@ def make_roles(
         LocalRole(engine, attempts),
         PrefillRole(me, engine, node, attempts, settings.grant_timeout_s),
         DecodeRole(me, engine, node, attempts),
+        MigrationSource(me, engine, node, attempts),
     ]
 
 

@@ -36,7 +36,7 @@ class PrefillRole:
         )
 
     def accepts(self, job: Job) -> bool:
-        return job.route.prefill.worker_id == self._me and not job.route.is_local
+        return job.route.prefill.worker_id == self._me and not (job.route.is_local or job.is_migration)
 
     def start(self, attempt: Attempt, now: float) -> None:
         self._engine.submit(attempt.request(handoff=True))

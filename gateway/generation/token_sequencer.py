@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from contracts.events import Event, Failed, Finished, Prefilled, PromptScored, Token, Tokens
+from contracts.events import Event, Failed, Finished, Moved, Prefilled, PromptScored, Token, Tokens
 from contracts.ids import Epoch
 
 MAX_GAP = 256
@@ -51,6 +51,8 @@ class Sequencer:
             case Failed():
                 self.ended = True
                 return [event]
+            case Moved():  # says where the answer goes on, and nothing of it
+                return []
 
     @property
     def has_begun(self) -> bool:

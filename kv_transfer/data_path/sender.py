@@ -77,6 +77,11 @@ class SendQueue:
         with self._changed:
             return key in self._alive
 
+    def has_queued(self, key: Key) -> bool:
+        """Return whether a job of the attempt is queued or taken."""
+        with self._changed:
+            return key == self._current or any(job.key == key for job in self._jobs)
+
     def put(self, job: Job) -> None:
         """Queue the job, unless its attempt is over."""
         with self._changed:

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from contracts.codec import decoder, encode
-from contracts.events import Event, EventFrame, Failed, Finished, Prefilled, PromptScored, Tokens
+from contracts.events import Event, EventFrame, Failed, Finished, Moved, Prefilled, PromptScored, Tokens
 from contracts.handoff import HandoffMessage
 from contracts.node import NodeInfo, NodeLoad
 from contracts.request import Cancel, Job, JobMessage, Route, WorkerRef
@@ -41,6 +41,7 @@ EVENTS = {
     "tokens": Tokens,
     "finished": Finished,
     "failed": Failed,
+    "moved": Moved,
 }
 CANCEL = {"type": "cancel", "request_id": "r", "epoch": 1, "reason": "why"}
 LOAD = {"num_running": 1, "prefill_rate": 2.0}

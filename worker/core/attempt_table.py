@@ -4,8 +4,19 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from contracts.errors import TandemError
-from contracts.events import Event, Failed, Finished, FinishReason, Prefilled, PromptScored, PromptToken, Token, Tokens
+from contracts.errors import TandemError, Unavailable
+from contracts.events import (
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    Moved,
+    Prefilled,
+    PromptScored,
+    PromptToken,
+    Token,
+    Tokens,
+)
 from contracts.ids import Epoch, GatewayId, RequestId
 from contracts.request import Job
 from worker.core.role_handler import Attempt
@@ -27,13 +38,15 @@ class StateReport:
 class AttemptTable:
     """The owner of every accepted request until its end.
 
-    A request leaves by finish, fail, or leave; after that it is unknown. Events are collected until `take()`, once a
-    step. Not thread-safe: it belongs to the core's loop.
+    A request leaves by finish, fail, moved, or leave; after that it is unknown. Beside its attempt, a request may have
+    a migration that takes it elsewhere. Events are collected until `take()`, once a step. Not thread-safe: it belongs
+    to the core's loop.
     """
 
     def __init__(self) -> None:
         self._by_id: dict[RequestId, Attempt] = {}
         self._by_key: dict[RequestId, Attempt] = {}
+        self._migrations: dict[RequestId, Attempt] = {}
         self._events: dict[GatewayId, list[Event]] = {}
         self._reports: list[StateReport] = []
         self._cancelled: dict[RequestId, Epoch] = {}  # requests still unknown; the oldest first
@@ -51,6 +64,25 @@ class AttemptTable:
         attempt = Attempt(job, deadline_s=now + job.timeout_s, mark_s=now)
         self._by_id[job.request_id] = self._by_key[attempt.key] = attempt
         return attempt
+
+    def open_migration(self, job: Job, now: float) -> Attempt:
+        """Accept the migration of an answer that is decoded here; its attempt stays what `get` returns.
+
+        Raises Unavailable if there is no such answer, or one migration of it has not ended yet.
+        """
+        running = self._by_id.get(job.request_id)
+        if running is None or running.job.epoch >= job.epoch:
+            raise Unavailable("the answer to be moved is not here")
+        if job.request_id in self._migrations:
+            raise Unavailable("the answer to be moved is on its way already")
+        migration = Attempt(job, deadline_s=now + job.timeout_s, mark_s=now)
+        self._migrations[job.request_id] = migration
+        return migration
+
+    def migration(self, request_id: RequestId, epoch: Epoch) -> Attempt | None:
+        """Return the migration of a request under this epoch, unless there is none or it has ended."""
+        migration = self._migrations.get(request_id)
+        return migration if migration is not None and migration.job.epoch == epoch else None
 
     def cancelled(self, request_id: RequestId, epoch: Epoch) -> None:
         """Remember the cancel of an unknown request, which may still arrive.
@@ -88,6 +120,7 @@ class AttemptTable:
     def token(self, attempt: Attempt, token: Token) -> None:
         stages_s = {} if attempt.has_sent_stages else dict(attempt.stages_s)
         attempt.has_sent_stages = True
+        attempt.recent.append(token)
         self._emit(attempt, Tokens(attempt.job.request_id, attempt.job.epoch, [token], stages_s))
 
     def finish(self, attempt: Attempt, num_tokens: int, reason: FinishReason) -> None:
@@ -95,15 +128,27 @@ class AttemptTable:
         self._emit(attempt, Finished(job.request_id, job.epoch, num_tokens, reason, attempt.account()))
         self.leave(attempt)
 
+    def moved(self, attempt: Attempt) -> None:
+        """End an attempt whose answer goes on at the destination of its migration."""
+        self._emit(attempt, Moved(attempt.job.request_id, attempt.job.epoch))
+        self.leave(attempt)
+
+    def report_failed(self, attempt: Attempt, error: TandemError) -> None:
+        """Report an attempt as failed that stays known, since its end is for the gateway to decide."""
+        job = attempt.job
+        self._emit(attempt, Failed(job.request_id, job.epoch, error.code, str(error)))
+
     def fail(self, attempt: Attempt, error: TandemError) -> None:
         job = attempt.job
         log.warning("request %s epoch %d failed: %s: %s", job.request_id, job.epoch, error.code, error)
-        self._emit(attempt, Failed(job.request_id, job.epoch, error.code, str(error)))
+        self.report_failed(attempt, error)
         self.leave(attempt)
 
     def leave(self, attempt: Attempt) -> None:
-        """Forget a request whose end is reported elsewhere (handed over, cancelled, aborted by the peer)."""
-        self._by_id.pop(attempt.job.request_id, None)
+        """Forget an attempt whose end is reported elsewhere (handed over, cancelled, aborted by the peer)."""
+        for known in (self._by_id, self._migrations):
+            if known.get(attempt.job.request_id) is attempt:
+                del known[attempt.job.request_id]
         self._by_key.pop(attempt.key, None)
 
     def report_state(self, attempt: Attempt, state: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from contracts.errors import DeadlineExceeded, RequestError, TandemError, by_code
 from contracts.ids import WorkerId
-from contracts.request import Cancel, Job
+from contracts.request import Cancel, CancelMigration, Job, JobMessage
 from engine.engine import Engine
 from engine.messages import ChunkScheduled, Started, StepObserver, StepOutput
 from kv_transfer.node import TransferNode
@@ -117,7 +117,7 @@ class EngineCore(StepObserver):
         match message:
             case Work(jobs, taken_s):
                 for job in jobs:
-                    self._cancel(job) if isinstance(job, Cancel) else self._accept(job, taken_s)
+                    self._on_work(job, taken_s)
             case GatewayGone(gateway_id):
                 for attempt in self._attempts:
                     if attempt.job.gateway_id == gateway_id:
@@ -126,6 +126,32 @@ class EngineCore(StepObserver):
                 self._node.meet(workers)
             case Stop():
                 self._stopping = True
+
+    def _on_work(self, message: JobMessage, taken_s: float) -> None:
+        match message:
+            case Cancel():
+                self._cancel(message)
+            case CancelMigration():
+                self._cancel_migration(message)
+            case Job() if message.is_migration and message.route.prefill.worker_id == self._me:
+                self._migrate(message, taken_s)
+            case Job():
+                self._accept(message, taken_s)
+
+    def _migrate(self, job: Job, taken_s: float) -> None:
+        """Begin to move an answer that is decoded here; it goes on, also if the migration is refused."""
+        migration = None
+        try:
+            migration = self._attempts.open_migration(job, taken_s)
+            migration.role = self._role(job)
+            migration.role.start(migration, self._clock())
+        except TandemError as error:
+            self._attempts.fail(migration or Attempt(job, taken_s, taken_s), error)
+
+    def _cancel_migration(self, cancel: CancelMigration) -> None:
+        migration = self._attempts.migration(cancel.request_id, cancel.epoch)
+        if migration is not None:
+            self._drop(migration, cancel.reason)
 
     def _accept(self, job: Job, taken_s: float) -> None:
         known = self._attempts.get(job.request_id)

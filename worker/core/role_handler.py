@@ -1,5 +1,6 @@
 """The attempt to serve a request, and the role that serves it: a side of the handoff, or both at once."""
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -11,6 +12,9 @@ from kv_transfer.events import TransferEvent
 
 AttemptId = tuple[RequestId, Epoch]
 StepKind = Literal["decode", "mixed", "prefill"]
+
+MAX_RECENT_TOKENS = 64
+"""The newest tokens of an answer that are kept: a migration takes along those that its gateway has not read."""
 
 
 def attempt_key(request_id: RequestId, epoch: Epoch) -> RequestId:
@@ -25,6 +29,7 @@ class Attempt:
     `stages_s`: its time account on this worker, stage -> seconds. `has_sent_stages`: the gateway has been sent the
     times up to the first token. `longest_step_s` and `longest_step_kind`: the longest engine step since its first
     token, none while the kind is empty.
+    `recent`: the newest tokens that were sent to the gateway.
     """
 
     job: Job
@@ -36,6 +41,7 @@ class Attempt:
     has_sent_stages: bool = False
     longest_step_s: float = 0.0
     longest_step_kind: StepKind | Literal[""] = ""
+    recent: deque[Token] = field(default_factory=lambda: deque(maxlen=MAX_RECENT_TOKENS))
 
     @property
     def id(self) -> AttemptId:

@@ -12,7 +12,7 @@ from contracts.codec import decoder
 from contracts.errors import RequestError, Unavailable
 from contracts.ids import GatewayId
 from contracts.node import WorkerRole
-from contracts.request import Cancel, Job, JobMessage
+from contracts.request import Job, JobMessage
 from service.request_body import read_body
 from service.shared_secret import refusal, refuse_without_secret
 from worker.front.metrics import render
@@ -66,8 +66,9 @@ def _add_work(app: FastAPI, state: WorkerState) -> None:
             messages = [m for m in messages if not isinstance(m, Job)]
         if messages:
             state.core.send(Work(messages, taken_s))
-        state.num_jobs += sum(isinstance(m, Job) for m in messages)
-        state.num_cancels += sum(isinstance(m, Cancel) for m in messages)
+        num_jobs = sum(isinstance(m, Job) for m in messages)
+        state.num_jobs += num_jobs
+        state.num_cancels += len(messages) - num_jobs
         if refused is not None:
             return refused
         return Response(status_code=202)
@@ -161,9 +162,15 @@ def _no_taker(state: WorkerState, messages: list[JobMessage]) -> JSONResponse | 
     gateways = {m.gateway_id for m in messages if isinstance(m, Job)}
     if missing := sorted(gateway_id for gateway_id in gateways if not state.streams.has(gateway_id)):
         return refusal(409, "no_stream", f"open GET /events first: it is missing for {', '.join(missing)}")
-    if state.load.draining and gateways:
+    begins = (m for m in messages if isinstance(m, Job) and not _takes_away(state, m))
+    if state.load.draining and any(begins):
         return refusal(503, "draining", "this worker takes no new work")
     return None
+
+
+def _takes_away(state: WorkerState, job: Job) -> bool:
+    """Return whether the job moves an answer from this worker to another one."""
+    return job.is_migration and job.route.prefill.worker_id == state.info.worker_id
 
 
 def _report(state: WorkerState) -> dict[str, object]:

@@ -32,6 +32,7 @@ connections; a job later than this is not coming.
 class IncomingHandoff:
     """The KV of one sequence on its way from `peer`: `num_tokens` tokens, then the token to go on after.
 
+    In a migration these are the tokens of the job, and more come: Fin says how many in all.
     `next_token`: all tokens before it have arrived and are checked, since `landed_s` (monotonic). `has_waited`: the
     peer was told that there are no pages yet. `is_contradictory`: the peer's messages did not fit each other.
     """
@@ -59,8 +60,29 @@ class IncomingHandoff:
         return self.offer is not None
 
     @property
+    def is_migration(self) -> bool:
+        return self.attempt.job.is_migration
+
+    @property
     def is_complete(self) -> bool:
         return self.fin is not None and self.num_chunks == self.fin.num_chunks and self.next_token == self.num_tokens
+
+    def fits(self, offer: Offer) -> bool:
+        """Return whether the offer is of the tokens that are expected; in a migration, of as many at least."""
+        if self.is_migration:
+            return offer.is_bound and offer.num_tokens >= self.num_tokens
+        return not offer.is_bound and offer.num_tokens == self.num_tokens
+
+    def on_fin(self, fin: Fin) -> None:
+        """Learn how much comes. Raises Corrupt if it is not what was offered."""
+        self.fin = fin
+        if not self.is_migration:
+            return
+        assert self.offer is not None
+        if fin.num_tokens is None or not self.num_tokens <= fin.num_tokens <= self.offer.num_tokens:
+            offered = f"{self.num_tokens} to {self.offer.num_tokens} were offered"
+            raise Corrupt(f"the KV of {fin.num_tokens} tokens came, {offered}")
+        self.num_tokens = fin.num_tokens
 
     def was_lost_with(self, lost: PeerDisconnected) -> bool:
         """Return whether the handoff ended with the connection."""
@@ -218,7 +240,7 @@ class IncomingHandoffs:
             # The first one counts, as in the node: a grant that fits another raises ValueError there, in our loop.
             self._early.setdefault((offer.request_id, offer.epoch), (peer_id, offer, now))
             return
-        if (peer_id, offer.num_tokens) != (handoff.peer.worker_id, handoff.num_tokens):
+        if peer_id != handoff.peer.worker_id or not handoff.fits(offer):
             self._fail(handoff, Corrupt(f"an offer of {offer.num_tokens} tokens by {peer_id} does not fit the job"))
             return
         handoff.offer = offer
@@ -229,7 +251,12 @@ class IncomingHandoffs:
 
     def _grant(self, handoff: IncomingHandoff) -> None:
         """Reserve pages and grant them. Raises OutOfBlocks; then nothing is held."""
-        reservation = self._engine.reserve(handoff.attempt.request(), handoff.arrival)
+        request = handoff.attempt.request()
+        if handoff.is_migration:
+            assert handoff.offer is not None
+            reservation = self._engine.reserve(request, handoff.arrival, handoff.offer.num_tokens)
+        else:
+            reservation = self._engine.reserve(request, handoff.arrival)
         handoff.reservation = reservation
         handoff.next_token = reservation.skip_tokens
         first_page = reservation.skip_tokens // self._engine.layout.block_size
@@ -242,7 +269,7 @@ class IncomingHandoffs:
         )
         self._node.grant(handoff.peer.worker_id, grant)
         self._owner.on_granted(handoff)
-        if len(self._queue) == 1:  # the grants of others must not wait for it
+        if len(self._queue) == 1 and not handoff.is_migration:  # the grants of others must not wait for it
             self._engine.prepare(handoff.attempt.key)  # the peer computes meanwhile
 
     def _send_waits(self, reason: str) -> None:
@@ -270,7 +297,11 @@ class IncomingHandoffs:
         if handoff is None:
             self._attempts.num_stale += 1
             return
-        handoff.fin = fin
+        try:
+            handoff.on_fin(fin)
+        except Corrupt as error:
+            self._fail(handoff, error)
+            return
         self._check_complete(handoff)
 
     def _check_complete(self, handoff: IncomingHandoff) -> None:
@@ -285,7 +316,8 @@ class IncomingHandoffs:
         # Not `now`: the last chunk arrived up to a step ago, and a prompt that is all cached here even earlier.
         handoff.attempt.stage("land", max(handoff.attempt.mark_s, handoff.landed_s))
         try:
-            self._engine.adopt(handoff.attempt.key, handoff.fin.first)
+            drawn = (handoff.fin.drawn,) if handoff.is_migration else ()
+            self._engine.adopt(handoff.attempt.key, handoff.fin.first, *drawn)
         except TandemError as error:
             self._fail(handoff, error)
             return

@@ -22,21 +22,29 @@ from worker.core.role_handler import Attempt, AttemptId
 class OutgoingHandoff:
     """The KV of one sequence on its way to `peer`: `num_tokens` tokens, then the one to go on after.
 
-    Chunks that are computed before the peer has granted pages wait here. Their pages must stay as they are until
-    OutgoingOwner hears `on_committed` or `on_unread`.
+    If it `is_bound`, at most so many; Fin says how many came. Chunks that are computed before the peer has granted
+    pages wait here. Their pages must stay as they are until OutgoingOwner hears `on_committed` or `on_unread`.
     """
 
     def __init__(
-        self, attempt: Attempt, peer: WorkerRef, num_tokens: int, node: TransferNode, layout: KVLayout
+        self,
+        attempt: Attempt,
+        peer: WorkerRef,
+        num_tokens: int,
+        node: TransferNode,
+        layout: KVLayout,
+        is_bound: bool = False,
     ) -> None:
         self.attempt = attempt
         self.peer = peer
-        self._num_tokens = num_tokens
+        self._num_tokens, self._is_bound = num_tokens, is_bound
         self._node = node
         self._layout = layout
         self._grant: Grant | None = None
         self._chunks: list[ChunkDone] = []
         self._token: Token | None = None
+        self._drawn: list[Token] = []
+        self._num_told: int | None = None
         self._num_sent = 0
         self.is_offered = False
         self.sent_s: float | None = None
@@ -71,7 +79,8 @@ class OutgoingHandoff:
         """Ask the peer for pages. Chunks may be computed meanwhile."""
         self.is_offered = True
         request_id, epoch = self.id
-        self._node.offer(self.peer, Offer(request_id, epoch, self._num_tokens, self._layout.layout_id))
+        offer = Offer(request_id, epoch, self._num_tokens, self._layout.layout_id, self._is_bound)
+        self._node.offer(self.peer, offer)
 
     def on_chunk_scheduled(self, chunk: ChunkScheduled) -> None:
         """Announce a chunk that is about to be computed, if the peer was asked for pages."""
@@ -87,6 +96,18 @@ class OutgoingHandoff:
         """Send `token` in Fin, after the chunks that were computed before it."""
         self._token = token
         self._send_ready(now)
+
+    def on_tail(self, tokens: list[Token], num_tokens: int, now: float) -> None:
+        """Send Fin after the chunks, of an offer that is a bound: `num_tokens` of KV came.
+
+        `tokens`: those of the answer after the job's, the last of which the peer goes on after.
+        """
+        self._drawn, self._num_told = tokens[:-1], num_tokens
+        self.on_token(tokens[-1], now)
+
+    def has_queued(self) -> bool:
+        """Return whether chunks wait here or in the link, or one is being sent."""
+        return bool(self._chunks) or self._node.has_queued(self.peer.worker_id, *self.id)
 
     def on_grant(self, grant: Grant, now: float) -> None:
         """Send what is computed. Raises Corrupt if the grant skips what a peer can't have."""
@@ -133,7 +154,8 @@ class OutgoingHandoff:
 
     def _send_fin(self, token: Token, now: float) -> None:
         request_id, epoch = self.id
-        fin = Fin(request_id, epoch, self._num_sent, token, self.attempt.cached_tokens)
+        cached_tokens = self.attempt.cached_tokens
+        fin = Fin(request_id, epoch, self._num_sent, token, cached_tokens, self._num_told, self._drawn)
         self._node.finish(self.peer.worker_id, fin)
         self.sent_s = now
 
@@ -174,9 +196,10 @@ class OutgoingHandoffs:
         self._open: dict[AttemptId, OutgoingHandoff] = {}
         self._draining: dict[AttemptId, OutgoingHandoff] = {}
 
-    def begin(self, attempt: Attempt, peer: WorkerRef, num_tokens: int) -> OutgoingHandoff:
-        """Return a new handoff of the attempt's first `num_tokens` tokens, which is not offered yet."""
-        handoff = self._open[attempt.id] = OutgoingHandoff(attempt, peer, num_tokens, self._node, self._layout)
+    def begin(self, attempt: Attempt, peer: WorkerRef, num_tokens: int, is_bound: bool = False) -> OutgoingHandoff:
+        """Return a new handoff of the attempt's first `num_tokens` tokens, or at most so many, not offered yet."""
+        handoff = OutgoingHandoff(attempt, peer, num_tokens, self._node, self._layout, is_bound)
+        self._open[attempt.id] = handoff
         return handoff
 
     def get(self, attempt: Attempt | None) -> OutgoingHandoff | None:

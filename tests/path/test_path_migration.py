@@ -1,0 +1,264 @@
+"""Running answers move between engine cores, with real engines and links: each goes on exactly once, as if unmoved."""
+
+import secrets
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from contracts.errors import OutOfBlocks
+from contracts.events import Event, Failed, Finished, Moved, Token, Tokens
+from contracts.ids import Epoch, RequestId
+from contracts.node import WorkerRole
+from contracts.request import Cancel, CancelMigration, Job, JobMessage, Route
+from contracts.sampling import SamplingParams
+from engine.loader import load_engine
+from kv_transfer.data_path.grant import GrantTable
+from tests.e2e.tiny import VOCAB, save_tiny
+from tests.engine.driving import drain, greedy, random_prompts, request, settings
+from tests.path.cores import GATEWAY, Worker
+from worker.handoff import migration_source
+from worker.messages import CoreFrame, Work
+
+pytestmark = pytest.mark.slow
+
+DEADLINE_S = 60.0
+LENGTH = 120
+SAMPLINGS: dict[str, SamplingParams] = {
+    "greedy": greedy(LENGTH),
+    "drawn": greedy(LENGTH, temperature=1.1, seed=5, top_p=0.9, logprobs=2),
+    "second of two": greedy(LENGTH, temperature=1.1, seed=5, choice=1),
+    "penalised": greedy(LENGTH, temperature=0.7, seed=6, frequency_penalty=1.5, presence_penalty=0.5),
+}
+PROMPTS = dict(zip(SAMPLINGS, random_prompts(VOCAB, (37, 64, 5, 90)), strict=True))
+
+
+class Movers:
+    """Workers in one process, and what a gateway hears of them."""
+
+    def __init__(self, model: str, roles: tuple[WorkerRole, ...]) -> None:
+        secret, names = secrets.token_hex(8), "abc"
+        self.workers = [Worker(role, model, "tcp", secret, worker_id=names[i]) for i, role in enumerate(roles)]
+        self.events: list[tuple[Worker, Event]] = []
+
+    def turn(self) -> None:
+        for worker in self.workers:
+            worker.core.turn()
+            for message in worker.front.heard:
+                if isinstance(message, CoreFrame):
+                    self.events += [(worker, event) for event in message.events.get(GATEWAY, [])]
+            worker.front.heard.clear()
+
+    def until(self, is_so: Callable[[], object]) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not is_so():
+            assert time.monotonic() < deadline, [event for _, event in self.events[-5:]]
+            self.turn()
+
+    def post(self, message: JobMessage, *workers: Worker) -> None:
+        for worker in workers:
+            worker.front.inbox.append(Work([message], time.monotonic()))
+
+    def begin(self, name: str, source: Worker, sampling: SamplingParams | None = None) -> Job:
+        route = Route(RequestId(name), Epoch(1), source.ref, source.ref)
+        job = Job(route, GATEWAY, PROMPTS[name], sampling or SAMPLINGS[name], DEADLINE_S)
+        self.post(job, source)
+        return job
+
+    def move(self, job: Job, source: Worker, destination: Worker, epoch: int = 2) -> Job:
+        """Ask for the migration of an answer behind the tokens that were read."""
+        route = Route(job.request_id, Epoch(epoch), source.ref, destination.ref)
+        answered = [token.token_id for token in self.tokens(job.request_id)]
+        prompt = job.token_ids[: len(job.token_ids) - job.num_answered]
+        token_ids = [*prompt, *answered]
+        moving = replace_job(job, route=route, token_ids=token_ids, num_answered=len(answered), is_migration=True)
+        self.post(moving, source, destination)
+        return moving
+
+    def tokens(self, name: str, epoch: int | None = None) -> list[Token]:
+        """The tokens in order, each as it was first read; those that came again are the same."""
+        found: dict[int, Token] = {}
+        for event in self.of(Tokens, name, epoch):
+            for token in event.tokens:
+                assert found.setdefault(token.index, token) == token
+        return [found[index] for index in sorted(found)]
+
+    def of(self, kind: type, name: str, epoch: int | None = None) -> list:
+        events = (event for _, event in self.events if isinstance(event, kind) and event.request_id == name)
+        return [event for event in events if epoch in (None, event.epoch)]
+
+    def has(self, name: str, num_tokens: int) -> bool:
+        return len(self.tokens(name)) >= num_tokens
+
+    def is_over(self, name: str) -> bool:
+        return bool(self.of(Finished, name))
+
+    def is_clean(self) -> bool:
+        return all(worker.core._status.report().is_clean for worker in self.workers)
+
+
+def replace_job(job: Job, **changes) -> Job:
+    return Job(**{name: getattr(job, name) for name in Job.__struct_fields__} | changes)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tiny(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def expected(model: str) -> dict[str, list[Token]]:
+    engine = load_engine(settings(model=model))
+    for name, sampling in SAMPLINGS.items():
+        engine.submit(request(name, PROMPTS[name], sampling))
+    told = [sampled for output in drain(engine) for sampled in output.sampled]
+    return {name: [each.token for each in told if each.request_id == name] for name in SAMPLINGS}
+
+
+@pytest.fixture(
+    params=[(WorkerRole.DECODE, WorkerRole.DECODE), (WorkerRole.MIXED, WorkerRole.MIXED)], ids=["decode", "mixed"]
+)
+def movers(request: pytest.FixtureRequest, model: str) -> Iterator[Movers]:
+    yield from _made(model, request.param)
+
+
+@pytest.fixture
+def pair(model: str) -> Iterator[Movers]:
+    yield from _made(model, (WorkerRole.DECODE, WorkerRole.DECODE))
+
+
+def _made(model: str, roles: tuple[WorkerRole, ...]) -> Iterator[Movers]:
+    made = Movers(model, roles)
+    yield made
+    for worker in made.workers:
+        worker.node.close()
+
+
+def is_same(found: list[Token], expected: list[Token]) -> bool:
+    assert [(token.index, token.token_id) for token in found] == [(token.index, token.token_id) for token in expected]
+    assert [token.logprob for token in found] == pytest.approx([token.logprob for token in expected], abs=1e-4)
+    return True
+
+
+def test_answers_move_there_and_back_and_are_those_that_never_moved(movers: Movers, expected: dict[str, list[Token]]):
+    a, b = movers.workers
+    jobs = {name: movers.begin(name, a) for name in SAMPLINGS}
+    movers.until(lambda: all(movers.has(name, 10) for name in jobs))
+    moving = {name: movers.move(job, a, b) for name, job in jobs.items()}
+    movers.until(lambda: all(movers.of(Moved, name, 1) and movers.of(Tokens, name, 2) for name in jobs))
+    movers.until(lambda: all(movers.has(name, 60) for name in jobs))
+    for job in moving.values():
+        movers.move(job, b, a, epoch=3)
+    movers.until(lambda: all(movers.is_over(name) for name in jobs))
+    for name in jobs:
+        assert is_same(movers.tokens(name), expected[name])
+        assert [(end.epoch, end.num_tokens) for end in movers.of(Finished, name)] == [(3, LENGTH)]
+        assert len(movers.of(Moved, name)) == 2 and not movers.of(Failed, name)
+    movers.until(movers.is_clean)
+    assert [worker.counters()["migrations_committed"] for worker in (a, b)] == [4, 4]
+
+
+@pytest.mark.parametrize("num_turns", [0, 1, 2, 3, 5, 8])
+def test_a_cancelled_migration_leaves_the_answer_where_it_is_or_says_that_it_left(
+    pair: Movers, expected: dict[str, list[Token]], num_turns: int
+):
+    a, b = pair.workers
+    job = pair.begin("drawn", a)
+    pair.until(lambda: pair.has("drawn", 20))
+    pair.move(job, a, b)
+    for _ in range(num_turns):
+        pair.turn()
+    pair.post(CancelMigration(job.request_id, Epoch(2), "given up"), a)
+    pair.until(lambda: pair.is_over("drawn"))
+    (end,) = pair.of(Finished, "drawn")
+    assert (end.epoch == 2) is bool(pair.of(Moved, "drawn", 1))
+    assert is_same(pair.tokens("drawn"), expected["drawn"])
+    pair.until(pair.is_clean)
+
+
+def test_what_is_cancelled_while_it_moves_leaves_nothing_behind(pair: Movers):
+    a, b = pair.workers
+    for num_turns in range(6):
+        job = pair.begin("greedy", a)
+        pair.until(lambda: pair.tokens("greedy"))
+        pair.move(job, a, b)
+        for _ in range(num_turns):
+            pair.turn()
+        pair.post(Cancel(job.request_id, Epoch(2), "its client left"), b)
+        pair.post(Cancel(job.request_id, Epoch(1), "its client left"), a)
+        pair.until(pair.is_clean)
+        pair.events.clear()
+
+
+def test_a_destination_that_dies_before_the_commit_leaves_the_answer_at_its_source(
+    pair: Movers, expected: dict[str, list[Token]]
+):
+    a, b = pair.workers
+    job = pair.begin("penalised", a)
+    pair.until(lambda: pair.has("penalised", 20))
+    pair.move(job, a, b)
+    pair.workers = [a]  # the other makes no turn: it never grants
+    for _ in range(5):
+        pair.turn()
+    b.node.close()
+    pair.until(lambda: pair.is_over("penalised"))
+    assert pair.of(Failed, "penalised", 2) and not pair.of(Moved, "penalised")
+    assert is_same(pair.tokens("penalised"), expected["penalised"])
+    pair.until(pair.is_clean)
+
+
+def test_after_fin_the_gateway_decides(pair: Movers, expected: dict[str, list[Token]], monkeypatch: pytest.MonkeyPatch):
+    """The destination has all and its Commit is lost: the source goes on once it is told to, and not by itself."""
+    monkeypatch.setattr(GrantTable, "_commit", lambda *_: None)
+    a, b = pair.workers
+    job = pair.begin("drawn", a)
+    pair.until(lambda: pair.has("drawn", 20))
+    pair.move(job, a, b)
+    (source,) = (role for role in a.roles if isinstance(role, migration_source.MigrationSource))
+    pair.until(
+        lambda: source.counters()["migrations_begun"] and all(m.handoff.is_granted for m in source._migrations.values())
+    )
+    pair.workers = [a]
+    pair.until(lambda: all(m.handoff.is_sent for m in source._migrations.values()))
+    b.node.close()
+    pair.until(lambda: len(pair.of(Failed, "drawn", 2)) > 1)  # reported until it is answered
+    num_tokens = len(pair.tokens("drawn"))
+    assert num_tokens < LENGTH and not a.engine.has_work()
+    pair.post(CancelMigration(job.request_id, Epoch(2), "given up"), a)
+    pair.until(lambda: pair.is_over("drawn"))
+    assert is_same(pair.tokens("drawn"), expected["drawn"])
+    pair.until(pair.is_clean)
+
+
+def test_what_can_not_move_goes_on(pair: Movers, expected: dict[str, list[Token]], monkeypatch: pytest.MonkeyPatch):
+    a, b = pair.workers
+    job = pair.begin("greedy", a)
+    pair.until(lambda: pair.has("greedy", 10))
+    stranger = replace_job(job, route=replace_route(job, "unknown", a, b), is_migration=True)
+    late = replace_job(job, route=replace_route(job, "greedy", a, b), is_migration=True)  # it lacks ten tokens
+    monkeypatch.setattr(a.core._attempts.get(job.request_id), "recent", [])
+    pair.post(stranger, a)
+    pair.post(late, a)
+    pair.until(lambda: pair.of(Failed, "unknown", 2) and pair.of(Failed, "greedy", 2))
+    (failed,) = pair.of(Failed, "greedy", 2)
+    assert "its migration begins after 0" in failed.message
+    pair.until(lambda: pair.is_over("greedy"))
+    assert is_same(pair.tokens("greedy"), expected["greedy"])
+
+
+def replace_route(job: Job, name: str, source: Worker, destination: Worker) -> Route:
+    return Route(RequestId(name), Epoch(2), source.ref, destination.ref)
+
+
+def test_a_destination_without_room_is_given_up(pair: Movers, expected: dict[str, list[Token]]):
+    a, b = pair.workers
+    with pytest.raises(OutOfBlocks):
+        for number in range(1000):
+            b.engine.reserve(request(f"other{number}", PROMPTS["drawn"], greedy(8)))
+    job = pair.begin("drawn", a)
+    pair.until(lambda: pair.has("drawn", 10))
+    pair.move(job, a, b)
+    pair.until(lambda: pair.of(Failed, "drawn", 2))
+    assert any("has no pages for the answer" in failed.message for failed in pair.of(Failed, "drawn", 2))
+    pair.until(lambda: pair.is_over("drawn"))
+    assert is_same(pair.tokens("drawn"), expected["drawn"])
