@@ -104,7 +104,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 class Moved(msgspec.Struct, frozen=True, tag="moved"):
-    """The answer is no longer here: the destination of its migration has committed, and goes on under a later epoch."""
+    """The end of an attempt whose answer has moved: its destination goes on under a later epoch."""
 
     request_id: RequestId
     epoch: Epoch

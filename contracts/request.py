@@ -75,9 +75,9 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
 
 
 class CancelMigration(msgspec.Struct, frozen=True, tag="cancel_migration"):
-    """The end of the migration under `epoch`, posted to its source: the answer goes on there, under its own epoch.
+    """The end of the migration under `epoch`, posted to its source.
 
-    Idempotent. A source that has handed the answer over has sent Moved.
+    The answer goes on there, under its own epoch. Idempotent. A source that has handed the answer over has sent Moved.
     """
 
     request_id: RequestId

@@ -3,7 +3,6 @@
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, field
 from itertools import islice
 from math import inf
 
@@ -30,6 +29,7 @@ from coordinator.store.store import (
     ClaimedWorker,
     Counts,
     Lead,
+    MigrationClaim,
     PoolRow,
     PoolUpdate,
     Reaped,
@@ -37,34 +37,8 @@ from coordinator.store.store import (
     WorkerView,
     to_counts,
 )
+from testing.memory_record import Credit, Record, count_answer
 from testing.memory_worker import DECODE, PREFILL, Worker
-
-
-@dataclass
-class Credit:
-    worker: Worker
-    num_tokens: int
-
-
-@dataclass
-class Record:
-    """A request, or (without `gateway_id`) the end of one that nobody knows.
-
-    `credits`: what is held now, by side; `route`: who serves it.
-    """
-
-    gateway_id: GatewayId
-    epoch: Epoch
-    state: RequestState | None = None
-    credits: dict[str, Credit] = field(default_factory=dict)
-    workers: dict[str, Worker] = field(default_factory=dict)
-    lease_until_s: float = 0.0
-    ended_s: float = 0.0
-    is_reaped: bool = False
-
-    def lives(self, request: Claim) -> bool:
-        """Its gateway knows better than whoever reaped it: the store was away for longer than a lease."""
-        return self.is_reaped and self.gateway_id == request.gateway_id and self.epoch < request.epoch
 
 
 class MemoryStore:
@@ -157,6 +131,7 @@ class MemoryStore:
         if record is not None:
             if refs := self._repeated(claim, record):
                 return Claimed(repeated=refs)
+            self._drop_destination(record)
             self._drop(record, PREFILL, DECODE)
         fresh = [self._fresh(offered) for offered in claim.workers]
         counts = [worker.counts if worker is not None else None for worker in fresh]
@@ -169,6 +144,43 @@ class MemoryStore:
         self._take(claim, claim.routes[taken], fresh)
         self._remember(claim, claim.routes[taken], fresh, prefixes)
         return Claimed(route=taken, counts=counts)
+
+    async def claim_migration(self, claim: MigrationClaim) -> bool:
+        record, worker = self._records.get(claim.request_id), self._fresh(claim.worker)
+        if record is None or record.state is None or record.state in ENDS or PREFILL in record.credits:
+            return False
+        if DECODE not in record.credits or record.epoch >= claim.epoch:
+            return False
+        if record.destination is not None:
+            former = record.destination[1]
+            is_repeated = former.epoch == claim.epoch and _who(former) == _who(claim)
+            if former.epoch > claim.epoch or is_repeated:
+                return is_repeated
+        self._drop_destination(record)
+        if worker is None or self._clock() >= worker.alive_until_s or worker.load.draining:
+            return False
+        if worker.counts.reserved_tokens > 0 and worker.counts.reserved_tokens > claim.worker.max_reserved_tokens:
+            return False
+        record.destination = Credit(worker, claim.need_tokens), claim
+        worker.tokens[DECODE] += claim.need_tokens
+        worker.requests[DECODE] += 1
+        return True
+
+    async def end_migration(self, request_id: RequestId, epoch: Epoch, is_moved: bool) -> bool:
+        record = self._records.get(request_id)
+        if record is None or record.destination is None or record.destination[1].epoch != epoch:
+            return False
+        held, _ = record.destination
+        self._drop_destination(record)
+        if is_moved:
+            self._drop(record, DECODE)
+            record.workers[DECODE] = held.worker
+            self._hold(record, DECODE, held.worker, held.num_tokens)
+            assert record.state is not None
+            self._states[record.state] -= 1
+            self._states[RequestState.COMMITTED] += 1
+            record.state, record.epoch = RequestState.COMMITTED, epoch
+        return True
 
     async def advance(self, moves: Sequence[StateTransition]) -> list[bool]:
         verdicts = [self._move(move) for move in moves]
@@ -331,6 +343,7 @@ class MemoryStore:
         if to not in HOLDS_DECODE:
             self._drop(record, DECODE)
         if to in ENDS:
+            self._drop_destination(record)
             record.ended_s = self._clock()
 
     def _decode_at_prefill(self, record: Record) -> None:
@@ -345,16 +358,24 @@ class MemoryStore:
         if worker.died_s is None:
             worker.tokens[side] += num_tokens
             worker.requests[side] += 1
-        _count_answer(record, 1)
+        count_answer(record, 1)
 
     def _drop(self, record: Record, *sides: str) -> None:
         for side in sides:
-            _count_answer(record, -1)
+            count_answer(record, -1)
             held = record.credits.pop(side, None)
             if held is not None and held.worker.died_s is None:
                 held.worker.tokens[side] -= held.num_tokens
                 held.worker.requests[side] -= 1
-            _count_answer(record, 1)
+            count_answer(record, 1)
+
+    def _drop_destination(self, record: Record) -> None:
+        if record.destination is not None:
+            held, _ = record.destination
+            record.destination = None
+            if held.worker.died_s is None:
+                held.worker.tokens[DECODE] -= held.num_tokens
+                held.worker.requests[DECODE] -= 1
 
     def _bury(self, now: float) -> None:
         for worker_id, worker in list(self._workers.items()):
@@ -372,8 +393,5 @@ class MemoryStore:
                 del self._records[request_id]
 
 
-def _count_answer(record: Record, by: int) -> None:
-    """Count an answer where it decodes, if its prompt is computed."""
-    held = record.credits.get(DECODE)
-    if held is not None and PREFILL not in record.credits and held.worker.died_s is None:
-        held.worker.num_answers += by
+def _who(claim: MigrationClaim) -> tuple[WorkerId, str]:
+    return claim.worker.worker_id, claim.worker.term

@@ -3,7 +3,7 @@
 import asyncio
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from zlib import crc32
 
@@ -12,13 +12,13 @@ import msgspec
 from contracts.errors import Overloaded, RequestError, TandemError, Unavailable
 from contracts.ids import Epoch, GatewayId, RequestId, WorkerId
 from contracts.node import Node
-from contracts.request import Route
+from contracts.request import Route, WorkerRef
 from coordinator import refusals
 from coordinator.placement import policy, prefixes
 from coordinator.placement.policy import Candidate, RouteOffer
 from coordinator.placement.pool_view import SHORTLIST, PoolView
 from coordinator.placement.prefixes import NO_PREFIXES, Holder, PromptPrefixes
-from coordinator.store.store import Claim, Claimed, ClaimedRoute, ClaimedWorker, Store
+from coordinator.store.store import Claim, Claimed, ClaimedRoute, ClaimedWorker, MigrationClaim, Store
 
 CHANGES_PERIOD_S, FULL_PERIOD_S = 0.25, 2.0
 """How old a view gets before the changes, or all of the pool, are read. Workers beat each second, so changes bring all
@@ -105,6 +105,22 @@ class Placer:
                 return Route(request.request_id, request.epoch, prefill, decode, source)
             full_side = _full_side(claim, claimed)
         raise AssertionError("the last claim has a refusal")
+
+    async def place_migration(
+        self, request_id: RequestId, epoch: Epoch, source: WorkerRef, need_tokens: int, exclude: Sequence[WorkerId]
+    ) -> Route:
+        """Take the credit of another worker for an answer that `source` decodes; that of the source stays.
+
+        Raises Unavailable if there is no worker that can take it and has room for all of it now.
+        """
+        await self._keep_fresh(self._clock())
+        for candidate, ref in self._view.destinations(source.worker_id, need_tokens, exclude)[:MAX_CLAIMS]:
+            max_reserved = candidate.capacity_tokens - need_tokens  # one that has to wait for pages stays where it is
+            worker = ClaimedWorker(ref.worker_id, candidate.term, candidate.capacity_tokens, 0.0, max_reserved)
+            claim = MigrationClaim(request_id=request_id, epoch=epoch, worker=worker, need_tokens=need_tokens)
+            if max_reserved >= 0 and await self._store.claim_migration(claim):
+                return Route(request_id, epoch, source, ref)
+        raise refusals.no_worker("decode")
 
     async def close(self) -> None:
         """Read no more."""

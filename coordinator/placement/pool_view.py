@@ -68,6 +68,20 @@ class PoolView:
         worker_ids = {c.worker_id for offer in offers for c in (offer.prefill, offer.decode)}
         return {worker_id: self._workers[worker_id].info.ref for worker_id in worker_ids}
 
+    def destinations(
+        self, source_id: WorkerId, num_tokens: int, exclude: Collection[WorkerId]
+    ) -> list[tuple[Candidate, WorkerRef]]:
+        """Return the workers to which an answer may move from `source_id`, the least loaded first.
+
+        They take prompts of `num_tokens` and the KV of the source.
+        """
+        source = self._workers.get(source_id)
+        if source is None:
+            return []
+        others = [name for name in self._takers.meeting(source.send_words) if name != source_id]
+        fit = [w for w in self._fitting(others, num_tokens, exclude) if w.info.role is not WorkerRole.PREFILL]
+        return [(w.candidate, w.info.ref) for w in sorted(fit, key=lambda w: (w.decode_load_s(), w.worker_id))]
+
     def begin_read(self) -> None:
         """Note that a read of the store begins, which `apply` brings and `end_read` ends."""
         self._num_reads += 1

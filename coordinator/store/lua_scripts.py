@@ -16,6 +16,8 @@ NAMES = (
     "pool",
     "prefixes",
     "claim",
+    "migrate",
+    "migrated",
     "advance",
     "finish",
     "renew",

@@ -29,6 +29,7 @@ from coordinator.store.store import (
     Claimed,
     Counts,
     Lead,
+    MigrationClaim,
     PoolRow,
     PoolUpdate,
     Reaped,
@@ -166,6 +167,14 @@ class RedisStore:
                 raise refusals.no_worker(rest[0].decode())
             case _:
                 raise refusals.stale(claim.request_id, claim.epoch)
+
+    async def claim_migration(self, claim: MigrationClaim) -> bool:
+        worker = claim.worker
+        place = worker.worker_id, worker.term, claim.need_tokens, int(worker.max_reserved_tokens)
+        return bool(await self._run("migrate", claim.request_id, claim.epoch, *place))
+
+    async def end_migration(self, request_id: RequestId, epoch: Epoch, is_moved: bool) -> bool:
+        return bool(await self._run("migrated", request_id, epoch, int(is_moved)))
 
     async def advance(self, moves: Sequence[StateTransition]) -> list[bool]:
         done: list[bool] = []

@@ -84,6 +84,15 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     prefix_kept_ms: int = 0
 
 
+class MigrationClaim(msgspec.Struct, frozen=True, kw_only=True):
+    """A second place for an answer that is decoded: where it is to move, under a later epoch."""
+
+    request_id: RequestId
+    epoch: Epoch
+    worker: ClaimedWorker
+    need_tokens: int
+
+
 class WorkerCounts(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A worker's state as placement reckons with it.
 
@@ -279,6 +288,21 @@ class Store(Protocol):
         The same request and epoch again give the same route. Its workers become the first holders of each of
         `prefixes`: hash, and the holders that stay behind them. Raises Unavailable if the request has ended or is past
         that epoch, or a worker of a repeated claim is gone.
+        """
+        ...
+
+    async def claim_migration(self, claim: MigrationClaim) -> bool:
+        """Take the credit of a migration's destination, and return whether it was taken, now or before.
+
+        A former migration's goes back. False if that worker takes no more, or the request is not decoded at an earlier
+        epoch.
+        """
+        ...
+
+    async def end_migration(self, request_id: RequestId, epoch: Epoch, is_moved: bool) -> bool:
+        """Return the credit of the source, if the answer has moved, or else of the destination.
+
+        Returns whether there was such a migration. What has moved is at `epoch` from now on.
         """
         ...
 

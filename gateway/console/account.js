@@ -67,6 +67,7 @@ export function split(facts, timing) {
     ["land", stages.land, "granted pages; took chunks until the last was checked"],
     ["join", stages.queue, "committed; waited for the next batch"],
     ["replay", stages.replay, "lost its worker; went on with another"],
+    ["migrate", stages.migrate, "moved to another worker, while it went on"],
     ["decode", stages.decode, "produced the other tokens"],
   ]);
   return [...here, ...gateway(stages, prefill, first, total), ...prefill, ...decode];

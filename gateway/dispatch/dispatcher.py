@@ -9,23 +9,24 @@ from typing import Any, TypeVar
 from contracts.errors import Overloaded, RequestError, TandemError, Unavailable
 from contracts.events import Event, Failed, Tokens
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
-from contracts.request import Cancel, Route, WorkerRef
+from contracts.request import Cancel, JobMessage, Route, WorkerRef
 from coordinator.request_states import RequestState
 from gateway.dispatch.client_words import for_clients
+from gateway.dispatch.drain_migrations import DrainMigrations
 from gateway.dispatch.placement import Placement, PlaceUnknown
-from gateway.dispatch.request_state_machine import (
+from gateway.dispatch.request_actions import (
     Action,
     AwaitDecode,
     CancelAttempt,
     Deliver,
+    EndMigration,
     Finish,
-    InflightRequest,
     LeavePlace,
-    OnDelta,
     PlaceAgain,
     ReturnPlace,
     SendJobs,
 )
+from gateway.dispatch.request_state_machine import InflightRequest, OnDelta
 from gateway.dispatch.worker_pool import WorkerPool
 from gateway.generation.generation_state import GenerationState
 from service.outage_log import OutageLog
@@ -52,6 +53,7 @@ class Dispatcher:
         self._live: dict[RequestId, InflightRequest] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._renewing: asyncio.Task[None] | None = None
+        self._migrating: asyncio.Task[None] | None = None
         self._is_stopping = False
         self._unknown: set[RequestId] = set()  # the store may have placed them, and its answer was lost
         # Cancelled once more already; the oldest first.
@@ -59,20 +61,24 @@ class Dispatcher:
         self.num_unknown = self.num_stale = self.num_duplicates = self.num_cancels = self.num_losses = 0
         self.num_replays = 0
         self.workers = WorkerPool(store, gateway_id, secret, model, self._on_event, self._on_lost)
+        self.migrations = DrainMigrations(store, gateway_id, self.workers, self._perform)
 
     async def start(self) -> None:
         """Raises Unavailable if the registry can't be reached."""
         await self.workers.start()
         self._renewing = asyncio.create_task(self._renew())
+        self._migrating = asyncio.create_task(self.migrations.run(self._live.values))
 
     async def stop(self) -> None:
         """Ends what runs, and waits for its cancels to be sent."""
         self._is_stopping = True
         for live in list(self._live.values()):
             self._perform(live, live.fail(Unavailable("the gateway shuts down")))
-        if self._renewing is not None:
-            self._renewing.cancel()
-            await asyncio.gather(self._renewing, return_exceptions=True)
+        periodic = [task for task in (self._renewing, self._migrating) if task is not None]
+        for task in periodic:
+            task.cancel()
+        await asyncio.gather(*periodic, return_exceptions=True)
+        await self.migrations.stop()
         # The end of one may begin another: a refused job is cancelled. Those done are passed over: to await nothing but
         # them gives the loop no turn (Python 3.12 and later), and so they would never leave the set.
         while running := [task for task in self._tasks if not task.done()]:
@@ -168,6 +174,8 @@ class Dispatcher:
                     self._send_cancels(workers, cancel)
                 case AwaitDecode(route):
                     self._await_decode(live, route, COMMIT_LOOKS)
+                case EndMigration(route, is_moved):
+                    self.migrations.ended(live, route, is_moved)
                 case ReturnPlace(epoch, end):
                     self._spawn(self._finish(live.request_id, epoch, end))
                 case Finish(reason, end):
@@ -240,7 +248,7 @@ class Dispatcher:
             level = logging.INFO if event.code in (Overloaded.code, RequestError.code) else logging.WARNING
             log.log(level, "%s failed on %s: %s: %s", event.request_id, worker_id, event.code, event.message)
             event = for_clients(event)
-        if event.epoch < live.epoch:
+        if event.epoch < live.epoch or live.has_given_up(event.epoch):
             self._on_stray(worker_id, event, "placed again")
         try:
             actions = live.on_event(worker_id, event, time.monotonic())
@@ -284,6 +292,7 @@ class Dispatcher:
         """Once per request: out of the table, cancelled where it may still run, and told to the store."""
         if self._live.pop(live.request_id, None) is None:
             return
+        self._perform(live, live.give_up_migration("the request has ended"))
         live.end = end
         sequencer = live.answer.sequencer
         self.num_stale += sequencer.num_stale
@@ -293,12 +302,12 @@ class Dispatcher:
         # Not the route's epoch: while it is placed again, the claim may be taken, and its answer lost.
         self._spawn(self._finish(live.request_id, live.epoch, end))
 
-    def _send_cancels(self, workers: list[WorkerRef], cancel: Cancel) -> None:
+    def _send_cancels(self, workers: list[WorkerRef], cancel: JobMessage) -> None:
         self.num_cancels += 1
         for ref in workers:
             self._spawn(self._send_cancel(ref, cancel))
 
-    async def _send_cancel(self, ref: WorkerRef, cancel: Cancel) -> None:
+    async def _send_cancel(self, ref: WorkerRef, cancel: JobMessage) -> None:
         try:
             await self.workers.send(ref, cancel)
         except TandemError as error:

@@ -11,7 +11,7 @@ from contracts.errors import RegistryError, Unavailable
 from contracts.hashing import salted
 from contracts.ids import Epoch, GatewayId, RequestId, WorkerId
 from contracts.node import Node
-from contracts.request import Route
+from contracts.request import Route, WorkerRef
 from coordinator.placement.placer import Placer, PlaceRequest
 from coordinator.placement.prefixes import PromptPrefixes
 from coordinator.request_states import RequestState
@@ -47,6 +47,12 @@ class Placement(Protocol):
         exclude: Sequence[WorkerId],
         cache_salt: str = "",
     ) -> Route: ...
+
+    async def place_migration(
+        self, request_id: RequestId, epoch: Epoch, source: WorkerRef, need_tokens: int, exclude: Sequence[WorkerId]
+    ) -> Route: ...
+
+    async def end_migration(self, request_id: RequestId, epoch: Epoch, is_moved: bool) -> None: ...
 
     async def finish(self, request_id: RequestId, epoch: Epoch, end: RequestState) -> None: ...
 
@@ -106,6 +112,19 @@ class StorePlacement:
                 if not is_silent or self._outage.is_on or time.monotonic() >= deadline_s:
                     raise
             await asyncio.sleep(RETRY_S)
+
+    async def place_migration(
+        self, request_id: RequestId, epoch: Epoch, source: WorkerRef, need_tokens: int, exclude: Sequence[WorkerId]
+    ) -> Route:
+        """Take a place for an answer that `source` decodes, beside the one that it has."""
+        return await self._placer.place_migration(request_id, epoch, source, need_tokens, exclude)
+
+    async def end_migration(self, request_id: RequestId, epoch: Epoch, is_moved: bool) -> None:
+        """Give one of the two places back.
+
+        If the store does not answer, the end of the request gives back both.
+        """
+        await self._store.end_migration(request_id, epoch, is_moved)
 
     async def finish(self, request_id: RequestId, epoch: Epoch, end: RequestState) -> None:
         """Tell the end of a request that is not placed again.

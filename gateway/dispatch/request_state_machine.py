@@ -4,17 +4,30 @@ It knows no clock, task or socket: `now` is an argument, in seconds of the monot
 performs the actions.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-import msgspec
 from msgspec.structs import replace
 
 from contracts.errors import Corrupt, Overloaded, PeerLost, TandemError, TransferError, Unavailable, by_code
-from contracts.events import Event, Failed, Finished, FinishReason, Tokens
+from contracts.events import Event, Failed, Finished, FinishReason, Moved, Tokens
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
-from contracts.request import Cancel, Job, Route, WorkerRef
+from contracts.request import Cancel, CancelMigration, Job, Route, WorkerRef
 from coordinator.request_states import RequestState
+from gateway.dispatch.request_actions import (
+    Action,
+    AwaitDecode,
+    CancelAttempt,
+    Deliver,
+    EndMigration,
+    Finish,
+    LeavePlace,
+    PlaceAgain,
+    ReturnPlace,
+    SendJobs,
+    migration_cancels,
+)
 from gateway.generation.generation_state import GenerationState, OutputDelta
 
 MAX_ATTEMPTS = 2
@@ -33,68 +46,6 @@ REPLAY_WAIT_S = 30.0
 OnDelta = Callable[[OutputDelta], None]
 
 
-class Deliver(msgspec.Struct, frozen=True):
-    """Give this to the answer's reader."""
-
-    delta: OutputDelta
-
-
-class LeavePlace(msgspec.Struct, frozen=True):
-    """Call `on_left` once what came together with these faults is read.
-
-    `is_lost`: a worker was lost, not just full.
-    """
-
-    faults: Mapping[WorkerId, TandemError]
-    is_lost: bool
-
-
-class PlaceAgain(msgspec.Struct, frozen=True):
-    """Look for another place.
-
-    `error`: why the old one was left, for the client if there is none. `waits`: not at once, since the last place was
-    lost before its first token. `is_replay`: it goes on behind what was shown.
-    """
-
-    error: TandemError
-    waits: bool
-    is_replay: bool
-
-
-class SendJobs(msgspec.Struct, frozen=True):
-    """Send the jobs of the current attempt to its workers."""
-
-
-class CancelAttempt(msgspec.Struct, frozen=True):
-    """Tell these workers to let go of an attempt."""
-
-    workers: list[WorkerRef]
-    cancel: Cancel
-
-
-class AwaitDecode(msgspec.Struct, frozen=True):
-    """See after a while whether decode goes on alone, then ask `on_undecoded`."""
-
-    route: Route
-
-
-class ReturnPlace(msgspec.Struct, frozen=True):
-    """Give back a place that is not needed any more."""
-
-    epoch: Epoch
-    end: RequestState
-
-
-class Finish(msgspec.Struct, frozen=True):
-    """End the request. `reason`: why its workers are to let go of it; empty if they have."""
-
-    reason: str
-    end: RequestState
-
-
-Action = Deliver | LeavePlace | PlaceAgain | SendJobs | CancelAttempt | AwaitDecode | ReturnPlace | Finish
-
-
 @dataclass
 class InflightRequest:
     """An answer in progress: where it runs, and who reads it. `end` once it has ended.
@@ -105,6 +56,9 @@ class InflightRequest:
     `num_replays`: attempts that were lost, or left, behind which it goes on. `give_up_s`: until when it looks for the
     next place; later once it got ahead there. `unreached`: workers that handoffs of it did not reach, though they may
     live; `retry_until_s`: until when they may be asked again.
+    `migration`: from where to where it moves now, under the epoch of the route; until that is decided, what its source
+    tells counts. `left`: from where it has moved. `newest_epoch`: the latest that a migration had.
+    `is_migration_placed`: a place for one is being asked for. `migrate_after_s`: when the next one may be tried.
     """
 
     request_id: RequestId
@@ -122,6 +76,11 @@ class InflightRequest:
     is_moving: bool = False
     decoder: WorkerId | None = None
     is_orphaned: bool = False
+    migration: Route | None = None
+    left: WorkerRef | None = None
+    newest_epoch: int = 0
+    is_migration_placed: bool = False
+    migrate_after_s: float = 0.0
     end: RequestState | None = None
 
     @property
@@ -138,6 +97,15 @@ class InflightRequest:
 
     def on_event(self, worker_id: WorkerId, event: Event, now: float) -> list[Action]:
         """Take what a worker tells of this answer. Raises whatever its tokens can't be read for."""
+        if self.left is not None and self.left.worker_id == worker_id and isinstance(event, Failed):
+            # It does not know that the destination has the answer.
+            return [CancelAttempt([self.left], Cancel(self.request_id, self.route.epoch, "the answer has moved"))]
+        actions = self._on_migration(worker_id, event)
+        if isinstance(event, Moved):
+            return actions
+        return [*actions, *self._on_attempt(worker_id, event, now)]
+
+    def _on_attempt(self, worker_id: WorkerId, event: Event, now: float) -> list[Action]:
         sequencer = self.answer.sequencer
         is_current = event.epoch == sequencer.epoch
         if is_current and (faults := self._faults(worker_id, event)):
@@ -161,10 +129,14 @@ class InflightRequest:
 
     def on_lost(self, worker_id: WorkerId) -> list[Action]:
         """Go on without a worker that this answer needs (see `needs`), or leave its place."""
+        is_destination = self.migration is not None and self.migration.decode.worker_id == worker_id
+        actions = self.give_up_migration("its destination was lost") if is_destination else []
+        if not self._ends_with(worker_id):
+            return actions
         if self._may_go_on_without(worker_id):
             self.is_orphaned = True
-            return [AwaitDecode(self.route)]
-        return self._leave({worker_id: _lost()})
+            return [*actions, AwaitDecode(self.route)]
+        return [*actions, *self._leave({worker_id: _lost()})]
 
     def on_undecoded(self, route: Route) -> list[Action]:
         """Leave `route`, whose prefill was lost behind its token, unless decode goes on by now.
@@ -199,11 +171,12 @@ class InflightRequest:
             return self.fail(error)
         self.num_attempts += 1
         self.refusers += place.faults
+        given_up = self.give_up_migration("placed again")
         left = CancelAttempt(self.workers, Cancel(self.request_id, self.route.epoch, "placed again"))
         waits = self.is_begun and not self.answer.sequencer.has_first
-        self.answer.restart(Epoch(self.route.epoch + 1))
-        self.decoder, self.is_orphaned, self.is_moving = None, False, True
-        return [left, PlaceAgain(error, waits, is_replay)]
+        self.answer.restart(Epoch(max(self.route.epoch, self.newest_epoch) + 1))
+        self.decoder, self.left, self.is_orphaned, self.is_moving = None, None, False, True
+        return [*given_up, left, PlaceAgain(error, waits, is_replay)]
 
     def on_placed(self, route: Route) -> list[Action]:
         """Go on at `route`; what ended while it had no place does not need the new one."""
@@ -236,10 +209,56 @@ class InflightRequest:
 
         It does not with one whose part is done, nor with one that it goes on without.
         """
-        here = any(ref.worker_id == worker_id and ref.incarnation == incarnation for ref in self.workers)
-        is_done = self.decoder not in (None, worker_id) and self.answer.sequencer.has_first
-        is_given_up = self.is_orphaned and worker_id != self.route.decode.worker_id
-        return here and not self.is_moving and not is_done and not is_given_up
+        destinations = [] if self.migration is None else [self.migration.decode]
+        named = [ref for ref in (*self.workers, *destinations) if ref.worker_id == worker_id]
+        if self.is_moving or not any(ref.incarnation == incarnation for ref in named):
+            return False
+        return bool(destinations and named[-1] in destinations) or self._ends_with(worker_id)
+
+    def source(self, now: float) -> WorkerRef | None:
+        """Return the worker that decodes this answer, if it may be moved from there now."""
+        is_busy = self.is_moving or self.is_orphaned or self.is_migration_placed
+        is_settled = self.end is None and self.migration is None and not is_busy
+        goes_on = self.answer.sequencer.has_first and self.answer.known_end is None
+        if not (is_settled and goes_on and now >= self.migrate_after_s):
+            return None
+        return next((ref for ref in self.workers if ref.worker_id == self.decoder), None)
+
+    def has_given_up(self, epoch: Epoch) -> bool:
+        """Return whether that was the epoch of a migration that was given up."""
+        is_expected = self.migration is not None and self.migration.epoch == epoch
+        return self.epoch < epoch <= self.newest_epoch and not is_expected
+
+    def take_epoch(self) -> Epoch:
+        """Return the epoch of the next migration. An attempt that begins meanwhile has a later one."""
+        self.newest_epoch = max(self.epoch, self.newest_epoch) + 1
+        return Epoch(self.newest_epoch)
+
+    def on_migration_placed(self, route: Route) -> bool:
+        """Begin to move, and return whether the answer still is where the migration begins."""
+        source = self.source(math.inf)
+        if source != route.prefill or route.epoch != self.newest_epoch or route.epoch <= self.epoch:
+            return False
+        self.migration = route
+        return True
+
+    def on_migration_sent(self, route: Route, error: TandemError | None) -> list[Action]:
+        """Take what became of the jobs of a migration. What ended it meanwhile may have overtaken them."""
+        if self.migration is route:
+            return [] if error is None else self.give_up_migration(f"its jobs were not taken: {error}")
+        if self.left == route.prefill and self.route.epoch == route.epoch:
+            return []
+        return migration_cancels(route, "given up before it began")
+
+    def give_up_migration(self, reason: str) -> list[Action]:
+        """Go on at the source, unless the answer does not move; should it have left there, the source says so."""
+        route, self.migration = self.migration, None
+        return [] if route is None else [*migration_cancels(route, reason), EndMigration(route, is_moved=False)]
+
+    def migration_job(self, gateway_id: GatewayId, now: float) -> Job:
+        """Return the job of the current migration, for both of its workers."""
+        assert self.migration is not None
+        return replace(self.job(gateway_id, now), route=self.migration, is_migration=True)
 
     def job(self, gateway_id: GatewayId, now: float) -> Job:
         """Return the prompt, and what was answered to it.
@@ -260,6 +279,43 @@ class InflightRequest:
             cache_salt=ask.cache_salt,
             num_answered=self.answer.num_tokens,
         )
+
+    def _on_migration(self, worker_id: WorkerId, event: Event) -> list[Action]:
+        """Take what decides where an answer that moves goes on.
+
+        The destination's first token says that it does there, as Moved does from the source, whichever is read first.
+        """
+        route, is_own = self.migration, event.epoch == self.epoch
+        has_left = is_own and isinstance(event, Moved)
+        if self.is_moving:
+            return []
+        if route is None:
+            if has_left:  # before it was told to keep the answer
+                return self._leave({worker_id: _lost()})
+            in_doubt = isinstance(event, Failed) and event.epoch > self.epoch
+            sources = [ref for ref in self.workers if ref.worker_id == worker_id] if in_doubt else []
+            cancel = CancelMigration(self.request_id, event.epoch, "the answer goes on at its source")
+            return [CancelAttempt(sources, cancel)] if sources else []
+        if has_left or (event.epoch == route.epoch and not isinstance(event, Failed)):
+            return self._go_on_at_destination(route)
+        if event.epoch == route.epoch and isinstance(event, Failed):
+            return self.give_up_migration(event.message)
+        return []
+
+    def _go_on_at_destination(self, route: Route) -> list[Action]:
+        self.answer.migrate(route.epoch)
+        here = route.decode
+        self.route, self.migration, self.left = Route(self.request_id, route.epoch, here, here), None, route.prefill
+        self.decoder = here.worker_id
+        self.answer.servers = {"prefill": here.worker_id, "decode": here.worker_id}
+        return [EndMigration(route, is_moved=True)]
+
+    def _ends_with(self, worker_id: WorkerId) -> bool:
+        """Return whether this attempt needs that worker still."""
+        is_here = any(ref.worker_id == worker_id for ref in self.workers)
+        is_done = self.decoder not in (None, worker_id) and self.answer.sequencer.has_first
+        is_given_up = self.is_orphaned and worker_id != self.route.decode.worker_id
+        return is_here and not is_done and not is_given_up
 
     def _leave(self, faults: Mapping[WorkerId, TandemError]) -> list[Action]:
         """Leave this attempt: its other losses and refusals no longer count, what it tells until then does."""

@@ -1,8 +1,8 @@
 """One answer in the making: events in, pieces of text out."""
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from contracts.errors import TandemError, by_code
@@ -18,7 +18,7 @@ from contracts.events import (
     Tokens,
 )
 from contracts.ids import Epoch
-from gateway.generation.time_account import REPLAY, decode_s
+from gateway.generation.time_account import MIGRATE, REPLAY, decode_s
 from gateway.generation.token_sequencer import Sequencer
 from gateway.prompting.chat_template import Prompting
 from gateway.prompting.generation_request import GenerationRequest
@@ -56,11 +56,15 @@ class OutputDelta:
 
 @dataclass(frozen=True)
 class AttemptSpan:
-    """What one attempt gave of an answer: from its first token to its last, on the gateway's clock."""
+    """What one attempt gave of an answer: from its first token to its last, on the gateway's clock.
+
+    `is_migrated`: the answer then moved, and was not replayed.
+    """
 
     servers: Mapping[str, str]
     begin_s: float
     end_s: float
+    is_migrated: bool = False
 
     @property
     def span_s(self) -> float:
@@ -136,7 +140,7 @@ class GenerationState:
         """
         told, stints = dict(self._told_s), self.spans
         if len(stints) > 1:
-            told[REPLAY] = sum(after.begin_s - before.end_s for before, after in pairwise(stints))
+            told |= _between(stints)
         if len(stints) > 1 or (stints and stints[0].span_s > 0.0 and "decode" not in told):
             told["decode"] = decode_s(told, stints[0].span_s) + sum(stint.span_s for stint in stints[1:])
         return told
@@ -148,6 +152,11 @@ class GenerationState:
             self._told_s.clear()
         self._lost, self._attempt_s = self.spans, None
         self.sequencer.restart(epoch)
+
+    def migrate(self, epoch: Epoch) -> None:
+        """Go on with the tokens of the destination of a migration. Raises ValueError if it has ended."""
+        self.restart(epoch)
+        self._lost = [*self._lost[:-1], *(replace(span, is_migrated=True) for span in self._lost[-1:])]
 
     def feed(self, event: Event) -> OutputDelta | None:
         """What the client may see because of this event, if anything."""
@@ -279,6 +288,15 @@ class GenerationState:
     def _take_shown(self) -> tuple[ShownToken, ...]:
         shown, self._shown = tuple(self._shown), []
         return shown
+
+
+def _between(spans: Sequence[AttemptSpan]) -> dict[str, float]:
+    """Return the seconds between two attempts each, by what they were spent on."""
+    found: dict[str, float] = {}
+    for before, after in pairwise(spans):
+        stage = MIGRATE if before.is_migrated else REPLAY
+        found[stage] = found.get(stage, 0.0) + after.begin_s - before.end_s
+    return found
 
 
 def _as_token(token: PromptToken, count: int | None) -> Token:

@@ -18,10 +18,13 @@ REPLAY = "replay"
 nothing is kept: `replay` has it.
 """
 
+MIGRATE = "migrate"
+"""From the last token of the worker that an answer left, while it went on, to the first of the one where it goes on."""
+
 
 def stage_seconds(account: Mapping[str, float]) -> dict[str, float]:
     """Stage -> seconds, as far as they are known."""
-    names = {stage: stage for stage in (*GATEWAY, REPLAY)} | PREFILL | decode_stages(account)
+    names = {stage: stage for stage in (*GATEWAY, REPLAY, MIGRATE)} | PREFILL | decode_stages(account)
     return {stage: account[name] for stage, name in names.items() if name in account}
 
 

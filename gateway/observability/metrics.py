@@ -65,6 +65,12 @@ class _Counts(Collector):
         for name in ("unknown", "stale", "duplicates", "cancels", "losses", "replays"):
             count = getattr(self._dispatch, f"num_{name}")
             yield CounterMetricFamily(f"tandem_gateway_{name}", f"{name} since the start", value=count)
+        migrations = CounterMetricFamily(
+            "tandem_gateway_migrations", "answers that were to move to another worker", labels=["outcome"]
+        )
+        migrations.add_metric(["committed"], self._dispatch.migrations.num_committed)
+        migrations.add_metric(["failed"], self._dispatch.migrations.num_failed)
+        yield migrations
         for name, value in (("collections", COLLECTIONS.num), ("collection_seconds", COLLECTIONS.seconds)):
             yield CounterMetricFamily(f"tandem_gateway_{name}", "of the garbage collector", value=value)
         words = "times that new connections waited for file descriptors"

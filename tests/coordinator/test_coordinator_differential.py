@@ -13,9 +13,9 @@ from coordinator.placement.prefixes import PromptPrefixes
 from coordinator.request_states import ENDS, RequestState
 from coordinator.store.local_server import RedisServer
 from coordinator.store.redis_store import RedisStore
-from coordinator.store.store import StateTransition, Store
+from coordinator.store.store import ClaimedWorker, MigrationClaim, StateTransition, Store, WorkerView
 from testing.memory_store import MemoryStore
-from tests.coordinator.coordinator_rig import answers, ask, credits, fresh_pool, node, place
+from tests.coordinator.coordinator_rig import answers, ask, credits, fresh_pool, node, place, read_pool
 from tests.nodes import ways
 
 WORKERS = [f"w{index}" for index in range(5)]
@@ -83,7 +83,26 @@ async def _renew(store: Store, names: list[str]):
     return await store.renew([RequestId(name) for name in names], 10.0)
 
 
+async def _migrate(store: Store, name: str, epoch: int, worker: str, num_tokens: int):
+    there = {view.node.info.worker_id: term for view, term in await _terms(store)}
+    offered = ClaimedWorker(WorkerId(worker), there.get(WorkerId(worker), "0"), 10_000, 0.0, 6000.0)
+    claim = MigrationClaim(request_id=RequestId(name), epoch=Epoch(epoch), worker=offered, need_tokens=num_tokens)
+    return await store.claim_migration(claim)
+
+
+async def _terms(store: Store) -> list[tuple[WorkerView, str]]:
+    rows = {row.worker_id: row.counts for row in (await read_pool(store, 0, True)).rows}
+    views = await store.workers()
+    return [(v, counts.term) for v in views if (counts := rows.get(v.node.info.worker_id)) is not None]
+
+
+async def _migrated(store: Store, name: str, epoch: int, is_moved: bool):
+    return await store.end_migration(RequestId(name), Epoch(epoch), is_moved)
+
+
 CALLS = {
+    "migrate": _migrate,
+    "migrated": _migrated,
     "join": _join,
     "beat": _beat,
     "leave": _leave,
@@ -141,6 +160,8 @@ calls = st.one_of(
     called("place", places),
     called("advance", st.tuples(moves)),
     called("finish", ends),
+    called("migrate", st.tuples(st.sampled_from(REQUESTS), EPOCHS, names, st.integers(1, 3000))),
+    called("migrated", st.tuples(st.sampled_from(REQUESTS), EPOCHS, st.booleans())),
     called("renew", st.tuples(st.lists(st.sampled_from(REQUESTS), max_size=4))),
 )
 starts = st.lists(joins, min_size=2, max_size=6).map(lambda rows: [Call("join", row) for row in rows])

@@ -7,22 +7,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contracts.errors import Overloaded, TandemError, Unavailable
-from contracts.events import Event, Failed, Finished, FinishReason, Prefilled, Token, Tokens
+from contracts.events import Event, Failed, Finished, FinishReason, Moved, Prefilled, Token, Tokens
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
-from contracts.request import Route, WorkerRef
-from gateway.dispatch.request_state_machine import (
-    MAX_ATTEMPTS,
-    MAX_REPLAYS,
+from contracts.request import Cancel, CancelMigration, Route, WorkerRef
+from gateway.dispatch.request_actions import (
     Action,
     CancelAttempt,
     Deliver,
+    EndMigration,
     Finish,
-    InflightRequest,
     LeavePlace,
     PlaceAgain,
     ReturnPlace,
     SendJobs,
 )
+from gateway.dispatch.request_state_machine import MAX_ATTEMPTS, MAX_REPLAYS, InflightRequest
 from gateway.generation.generation_state import GenerationState, OutputDelta
 from gateway.prompting.chat_template import Prompting
 from tests.gateway.gateway_wires import ask
@@ -30,6 +29,7 @@ from tests.gateway.gateway_wires import ask
 NUM_TOKENS = 5
 R = RequestId("r")
 WORKERS = [WorkerRef(WorkerId(name), Incarnation("1"), "", "") for name in ("p0", "d0", "p1", "d1")]
+DESTINATIONS = [WorkerRef(WorkerId(name), Incarnation("1"), "", "") for name in ("d2", "d3")]
 FAULTS = ["overloaded", "peer_lost", "transfer_failed", "corrupt", "internal", "out_of_blocks"]
 
 
@@ -53,6 +53,8 @@ class Run:
     actions: list[Action] = field(default_factory=list)
     deltas: list[OutputDelta] = field(default_factory=list)
     is_searching: bool = False
+    migration: Route | None = None
+    num_migrations: int = 0
     leaving: list[LeavePlace] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -66,6 +68,7 @@ class Run:
             match action:
                 case Finish(_, end):
                     assert self.live.end is None, "it ends once"
+                    self.perform(self.live.give_up_migration("the request has ended"))
                     self.live.end = end
                 case Deliver(delta):
                     self.live.on_delta(delta)
@@ -118,6 +121,38 @@ class Run:
         self.is_searching = False
         self.perform(self.live.on_unplaced(Unavailable("none"), Unavailable("left")))
 
+    def migrate(self, at: int, who: int) -> None:
+        """A place for a move is there, which was asked for now, or before what is told next."""
+        source, epoch = self.live.source(self.now), self.live.take_epoch()
+        if source is not None:
+            self.migration = Route(R, epoch, source, DESTINATIONS[who])
+            assert self.live.on_migration_placed(self.migration)
+            self.num_migrations += 1
+
+    def migrated(self, at: int, who: int) -> None:
+        """The destination has what the source told, and tells the newest of it again, then goes on."""
+        if (route := self.migration) is not None and self.live.end is None:
+            index = max(0, self.live.answer.sequencer.next_index - 1)
+            tokens = [Token(number, 100 + number) for number in range(index, min(NUM_TOKENS, index + 1 + at % 2))]
+            self.perform(self.live.on_event(route.decode.worker_id, Tokens(R, route.epoch, tokens), self.now))
+
+    def moved(self, at: int, who: int) -> None:
+        if (route := self.migration) is not None and self.live.end is None:
+            epoch = Epoch(min(self.live.epoch, route.epoch - 1))
+            self.perform(self.live.on_event(route.prefill.worker_id, Moved(R, epoch), self.now))
+
+    def unmoved(self, at: int, who: int) -> None:
+        if (route := self.migration) is not None and self.live.end is None:
+            failed = Failed(R, route.epoch, "unavailable", "told to")
+            teller = [route.prefill, route.decode][who]
+            self.perform(self.live.on_event(teller.worker_id, failed, self.now))
+
+    def destination_lost(self, at: int, who: int) -> None:
+        if (route := self.migration) is None or self.live.end is not None:
+            return
+        if self.live.needs(route.decode.worker_id, Incarnation("1")):
+            self.perform(self.live.on_lost(route.decode.worker_id))
+
     def later(self, at: int, who: int) -> None:
         self.now += 20.0 * at
 
@@ -130,13 +165,25 @@ class Run:
         return Epoch(max(1, self.live.epoch - (at == 3)))
 
     def _worker(self, who: int) -> WorkerId:
-        return self.live.workers[who % 2].worker_id
+        return self.live.workers[who % len(self.live.workers)].worker_id
 
 
 KINDS = ["token"] * 6 + [
-    "left", "left", "left", "prefilled", "finished", "failed", "lost", "undecoded", "sent", "placed", "placed",
-    "unplaced", "later",
-]  # fmt: skip
+    "left",
+    "left",
+    "left",
+    "prefilled",
+    "finished",
+    "failed",
+    "lost",
+    "undecoded",
+    "sent",
+    "placed",
+    "placed",
+    "unplaced",
+    "later",
+]
+MOVES = ["migrate", "migrated", "moved", "unmoved", "destination_lost"]  # fmt: skip
 happenings = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 3), st.integers(0, 1)), max_size=40)
 
 
@@ -158,6 +205,83 @@ def test_whatever_happens_it_ends_once_and_shows_each_token_once(prompting, happ
     assert not run.is_searching
     places = [action for action in run.actions if isinstance(action, SendJobs | ReturnPlace)]
     assert len(places) <= sum(isinstance(action, PlaceAgain) for action in run.actions)
+
+
+@settings(max_examples=400)
+@given(
+    st.lists(st.tuples(st.sampled_from(KINDS + 3 * MOVES), st.integers(0, 3), st.integers(0, 1)), max_size=40),
+    st.integers(1, 3),
+)
+def test_an_answer_that_moves_goes_on_once_and_every_place_is_given_back(prompting, happened, num_told):
+    run = Run(prompting)
+    run.prefilled(0, 0)
+    for _ in range(num_told):
+        run.token(1, 1)
+    for kind, at, who in [("migrate", 0, 0), *happened]:
+        getattr(run, kind)(at, who)
+        check(run)
+        open_moves = run.num_migrations - sum(isinstance(action, EndMigration) for action in run.actions)
+        assert open_moves == (run.live.migration is not None)
+    if run.live.end is None:
+        run.perform(run.live.fail(Unavailable("the gateway shuts down")))
+    ends = [action for action in run.actions if isinstance(action, EndMigration)]
+    assert len(ends) == run.num_migrations
+    cancels = [action.cancel for action in run.actions if isinstance(action, CancelAttempt)]
+    kept = {cancel.epoch for cancel in cancels if isinstance(cancel, CancelMigration)}
+    assert {end.route.epoch for end in ends if not end.is_moved} <= kept, "the source is told to keep the answer"
+
+
+def begun(prompting: Prompting) -> Run:
+    """An answer that decode goes on with, and that begins to move."""
+    run = Run(prompting)
+    run.prefilled(0, 0)
+    run.token(1, 0)
+    run.token(1, 1)
+    run.migrate(0, 0)
+    assert run.live.migration is not None
+    return run
+
+
+@pytest.mark.parametrize("first", ["moved", "migrated"])
+def test_whichever_worker_tells_first_that_it_has_moved_the_other_one_changes_nothing(prompting, first: str):
+    run = begun(prompting)
+    run.moved(0, 0) if first == "moved" else run.migrated(0, 0)
+    run.migrated(1, 0)
+    run.moved(0, 0)
+    ended = [action for action in run.actions if isinstance(action, EndMigration)]
+    assert [(end.is_moved, end.route.epoch) for end in ended] == [(True, 2)]
+    assert (run.live.epoch, run.live.workers, run.live.answer.token_ids) == (2, [DESTINATIONS[0]], [100, 101, 102])
+    assert not any(isinstance(action, LeavePlace) for action in run.actions)
+
+
+def test_what_left_before_its_source_was_told_to_keep_it_is_replayed(prompting):
+    run = begun(prompting)
+    run.destination_lost(0, 0)
+    assert run.live.migration is None and not run.leaving
+    run.moved(0, 0)
+    run.left(0, 0)
+    assert run.is_searching and run.live.epoch == 3, "not the epoch of the move"
+
+
+def test_a_source_in_doubt_is_told_again(prompting):
+    run = begun(prompting)
+    run.unmoved(0, 0)
+    run.unmoved(0, 0)
+    cancels = [action for action in run.actions if isinstance(action, CancelAttempt)]
+    kinds = [(action.workers, type(action.cancel)) for action in cancels]
+    source = [WORKERS[1]]
+    assert kinds == [(source, CancelMigration), ([DESTINATIONS[0]], Cancel), (source, CancelMigration)]
+    run.token(1, 1)
+    assert run.live.answer.token_ids == [100, 101, 102], "it goes on there"
+
+
+def test_a_source_in_doubt_whose_answer_has_moved_lets_it_go(prompting):
+    run = begun(prompting)
+    run.migrated(0, 0)
+    run.unmoved(0, 0)
+    assert run.live.end is None
+    last = run.actions[-1]
+    assert isinstance(last, CancelAttempt) and last.workers == [WORKERS[1]] and last.cancel.epoch == 2
 
 
 def check(run: Run) -> None:

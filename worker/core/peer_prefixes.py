@@ -105,7 +105,8 @@ class PeerPrefixes:
 
         A pull would not wait for as long as a connection takes.
         """
-        routes = (attempt.job.route for attempt in self._attempts)
+        # Of an answer that moved here the route names its source, which is about to leave.
+        routes = (attempt.job.route for attempt in self._attempts if not attempt.job.is_migration)
         readers = {r.prefill.worker_id: r.prefill for r in routes if r.decode.worker_id == self._me and not r.is_local}
         self._node.meet([reader for reader in readers.values() if self._node.has_room_for(reader.worker_id)])
 

@@ -300,7 +300,7 @@ class IncomingHandoffs:
         try:
             handoff.on_fin(fin)
         except Corrupt as error:
-            self._fail(handoff, error)
+            self._refute(handoff, error)
             return
         self._check_complete(handoff)
 
@@ -380,7 +380,9 @@ class IncomingHandoffs:
         What had arrived by then stays, for the next attempt to move only the rest: each chunk was checked, in order
         from the first token on. A peer that contradicted itself is not believed in what it sent before, either.
         """
-        num_checked = handoff.next_token if self._node.checks_chunks and not handoff.is_contradictory else 0
+        # A migration brings KV of more tokens, which are not known before its Fin.
+        num_known = min(handoff.next_token, len(handoff.attempt.job.token_ids))
+        num_checked = num_known if self._node.checks_chunks and not handoff.is_contradictory else 0
         num_saved = self._engine.incoming_writer_ended(handoff.attempt.key, num_checked)
         if num_saved:
             self.num_saved_tokens += num_saved

@@ -1,4 +1,4 @@
-"""The source of a migration: the KV of an answer goes to another worker while the answer is decoded here.
+"""The source of a migration: an answer is decoded here while its KV goes to another worker.
 
 Full blocks are sent while the answer goes on, then those that have come since, and when nothing waits to be sent the
 answer is paused for the rest. Until the destination commits it can go on here: before Fin this worker decides that by
@@ -56,7 +56,10 @@ class Migration:
 
 
 class MigrationSource:
-    """The role for migrations of answers that are decoded here. Their attempts stay in the table until the commit."""
+    """The role for migrations of answers that are decoded here.
+
+    The attempts of these answers stay in the table until the commit.
+    """
 
     def __init__(self, me: WorkerId, engine: Engine, node: TransferNode, attempts: AttemptTable) -> None:
         self._me, self._engine, self._attempts = me, engine, attempts
@@ -158,7 +161,10 @@ class MigrationSource:
             self._engine.exports.reader_ended(key)
 
     def _tokens(self, job: Job, source: Attempt) -> list[Token]:
-        """Return the tokens of the answer that the job does not have. Raises Unavailable if they are not known."""
+        """Return the tokens of the answer that the job does not have.
+
+        Raises Unavailable if they are not known.
+        """
         sequence = self._engine.sequences.get(source.key)
         if sequence is None or sequence.handoff or not sequence.has_grown:
             raise Unavailable("the answer to be moved is not decoded here yet")

@@ -197,7 +197,10 @@ class OutgoingHandoffs:
         self._draining: dict[AttemptId, OutgoingHandoff] = {}
 
     def begin(self, attempt: Attempt, peer: WorkerRef, num_tokens: int, is_bound: bool = False) -> OutgoingHandoff:
-        """Return a new handoff of the attempt's first `num_tokens` tokens, or at most so many, not offered yet."""
+        """Return a new handoff of the attempt's first `num_tokens` tokens, which is not offered yet.
+
+        `is_bound`: of so many at most.
+        """
         handoff = OutgoingHandoff(attempt, peer, num_tokens, self._node, self._layout, is_bound)
         self._open[attempt.id] = handoff
         return handoff

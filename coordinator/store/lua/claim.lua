@@ -29,6 +29,7 @@ if request.state then
     return {'stale'}
   end
   -- The former attempt's credits go back whatever comes of this one; a refusal leaves the rest for its gateway to end.
+  drop_destination(id, request)
   drop_prefill(id, request)
   drop_decode(id, request)
 end

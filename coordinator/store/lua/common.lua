@@ -89,6 +89,14 @@ local function drop_decode(id, request)
   request.decode_held = '0'
 end
 
+-- The place that a migration has taken, beside the one where the answer is decoded.
+local function drop_destination(id, request)
+  if not request.to then return end
+  credit(request.to, request.to_term, 'reserved', 'decodes', -request.to_tokens, -1)
+  redis.call('HDEL', key('req:', id), 'to', 'to_term', 'to_tokens', 'to_epoch')
+  request.to = nil
+end
+
 -- The answer goes on where the prompt was computed: so does its credit.
 local function decode_at_prefill(id, request)
   if request.decode_held ~= '1' or request.decode == request.prefill then return end
@@ -107,6 +115,7 @@ local function enter(id, request, to, epoch)
   if not HOLDS_PREFILL[to] then drop_prefill(id, request) end
   if not HOLDS_DECODE[to] then drop_decode(id, request) end
   if ENDS[to] then
+    drop_destination(id, request)
     redis.call('ZREM', key('leases'), id)
     redis.call('PEXPIRE', key('req:', id), ENDED_KEPT_MS)
   end

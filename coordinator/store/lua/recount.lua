@@ -20,6 +20,10 @@ for _, id in ipairs(redis.call('ZRANGE', key('leases'), 0, -1)) do
       add(request.prefill, request.prefill_term, 'pending', request.prefill_tokens)
       add(request.prefill, request.prefill_term, 'prefills', 1)
     end
+    if request.to then
+      add(request.to, request.to_term, 'reserved', request.to_tokens)
+      add(request.to, request.to_term, 'decodes', 1)
+    end
     if request.decode_held == '1' then
       add(request.decode, request.decode_term, 'reserved', request.decode_tokens)
       add(request.decode, request.decode_term, 'decodes', 1)
