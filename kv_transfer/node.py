@@ -198,15 +198,11 @@ class TransferNode:
         if not 0 <= group < len(self._pools):
             raise ValueError(f"group is {group}; the layout has {len(self._pools)}")
         plan.check_pages(src_pages, self._pools[group].num_blocks)
-        if (
-            num_tokens <= 0
-            or first_token % self._layout.block_size
-            or len(src_pages) != self._layout.groups[group].num_blocks(num_tokens)
-        ):
+        num_pages = self._layout.groups[group].num_blocks(num_tokens)
+        if num_tokens <= 0 or first_token % self._layout.block_size or len(src_pages) != num_pages:
             raise ValueError(f"{len(src_pages)} pages do not fit {num_tokens} tokens from {first_token} on")
-        nbytes = plan.chunk_nbytes(self._layout, num_tokens, group)
-        layout_id, checksum = self._layout.layout_id, 0
-        header = ChunkHeader(request_id, epoch, index, first_token, num_tokens, layout_id, nbytes, checksum, group)
+        nbytes, layout_id = plan.chunk_nbytes(self._layout, num_tokens, group), self._layout.layout_id
+        header = ChunkHeader(request_id, epoch, index, first_token, num_tokens, layout_id, nbytes, 0, group)
         if link := self._table.outgoing(peer_id):
             link.send_chunk(header, src_pages, checksums)
 
@@ -236,9 +232,8 @@ class TransferNode:
         batches without chunks too.
         """
         self._launched_s = time.monotonic()
-        for link in self._table.in_place():
-            if isinstance(link, OutgoingLink):
-                link.chunks_launched(is_all)
+        for link in [each for each in self._table.in_place() if isinstance(each, OutgoingLink)]:
+            link.chunks_launched(is_all)
 
     def rested(self) -> None:
         """Report that the engine's thread has nothing to compute, whatever it launched a moment ago."""
