@@ -70,8 +70,7 @@ class TransferNode:
         self._transports = Transports({**own, **(transports or {})}, device)
         require_available(settings.transport, self._transports)
         self._events: deque[TransferEvent] = deque()
-        self._table = LinkTable()
-        self._closing, self._launched_s = False, -math.inf
+        self._table, self._closing, self._launched_s = LinkTable(), False, -math.inf
         self._interfaces, self._broken = InterfaceWatch(), ""
         self._paths = PathHealth(time.monotonic)
         identity = Identity(me, incarnation, settings.secret)
@@ -167,12 +166,13 @@ class TransferNode:
         if link := self._outgoing_to(peer, was_asked=True):
             link.offer(offer)
 
-    def has_room_for(self, peer_id: WorkerId) -> bool:
-        """Return whether a link for reuse leaves those for handoffs half of `max_peers`."""
-        return self._table.has_room_for(peer_id, self._settings.max_peers // 2)
+    def is_linked_to(self, peer: WorkerRef) -> bool:
+        """Return whether the link is up; open a missing one, unless it is beyond half of `max_peers`."""
+        self.meet([peer] if self._table.has_room_for(peer.worker_id, self._settings.max_peers // 2) else [])
+        return self._table.is_up(peer.worker_id, peer.incarnation)
 
     def request_prefix(self, peer: WorkerRef, request: PrefixRequest) -> None:
-        """Ask a peer for blocks, connecting if there is no link: Offer, Refuse or PeerDisconnected answers."""
+        """Ask a peer for blocks: Offer, Refuse or PeerDisconnected answers."""
         if link := self._outgoing_to(peer, True):
             link.send(request)
 
@@ -379,7 +379,7 @@ class TransferNode:
             if is_last:
                 unfenced = self._table.take_unfenced(link.peer_id, link.incarnation)
                 self._note(replace(event, fenced=not unfenced))
-            for other in others:  # now, so that no call uses them
+            for other in others if not link.is_untried else ():  # now, so that no call uses them
                 other.fail(event.error, event.code)
         if is_last:
             self._wake()

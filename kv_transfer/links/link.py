@@ -172,6 +172,11 @@ class Link(ABC):
     def failed(self) -> bool:
         return self._failure is not None
 
+    @property
+    def is_untried(self) -> bool:
+        """Return whether it never was up, nor needed by an attempt: its end says nothing of other links."""
+        return self._control is None
+
     def knows(self, key: Key) -> bool:
         """Return whether this attempt is alive here, or a page of it is in use."""
         return self._attempts.knows(key)

@@ -35,9 +35,14 @@ class LinkTable:
         return link if isinstance(link, IncomingLink) else None
 
     def has_room_for(self, peer_id: WorkerId, max_links: int) -> bool:
-        """Return whether there is an outgoing link to this peer, or one more would be within `max_links`."""
+        """Return whether an outgoing link to this peer is missing, and would be within `max_links`."""
         with self.lock:
-            return (peer_id, True) in self.placed or len(self.placed) < max_links
+            return (peer_id, True) not in self.placed and len(self.placed) < max_links
+
+    def is_up(self, peer_id: WorkerId, incarnation: Incarnation) -> bool:
+        """Return whether pages can be sent to this peer now."""
+        link = self.outgoing(peer_id)
+        return link is not None and link.incarnation == incarnation and link.state == "up"
 
     def in_place(self) -> list[Link]:
         with self.lock:

@@ -131,6 +131,10 @@ class OutgoingLink(Link):
             self._on_drained(key)
 
     @property
+    def is_untried(self) -> bool:
+        return super().is_untried and not self.was_asked
+
+    @property
     def nbytes_per_s(self) -> float:
         return self._rate.nbytes_per_s
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from contracts.errors import Overloaded
 from contracts.events import Failed, Finished, Prefilled, Tokens
 from contracts.handoff import Grant
 from contracts.ids import Epoch, RequestId
@@ -15,6 +16,7 @@ from contracts.sampling import SamplingParams
 from engine.sequence import Status
 from tests.e2e.tiny import save_tiny
 from tests.path.cores import DEADLINE_S, GATEWAY, Worker
+from tests.waiting import until
 from worker.core.peer_prefixes import PeerPrefixes
 from worker.messages import CoreFrame, Work
 
@@ -124,6 +126,8 @@ def transfer(request: pytest.FixtureRequest) -> str:
 def pool(model: str, transfer: str) -> Iterator[Pool]:
     """Yield a prefill worker, which pulls, and a mixed one, from which it does."""
     pool = Pool(model, transfer, WorkerRole.PREFILL, WorkerRole.MIXED)
+    prefill, mixed = (pool.workers[role] for role in (WorkerRole.PREFILL, WorkerRole.MIXED))
+    until(lambda: prefill.node.is_linked_to(mixed.ref) and mixed.node.is_linked_to(prefill.ref))
     yield pool
     pool.close()
 
@@ -269,12 +273,35 @@ def test_a_peer_that_dies_in_the_middle(
 def test_a_worker_of_another_model_gives_nothing(
     model: str, tmp_path_factory: pytest.TempPathFactory, expected: Callable[[list[int]], list[int]]
 ) -> None:
+    """No link to it comes up, and no prompt waits for one."""
     other = str(save_tiny(tmp_path_factory.mktemp("other"), seed=1))
     pool, foreign = Pool(model, "tcp", WorkerRole.PREFILL), Worker(WorkerRole.MIXED, other, "tcp", "secret")
     prefill = pool.workers[WorkerRole.PREFILL]
     answer = pool.ask(pool.job(PROMPT, prefill, prefill, foreign))
     assert (answer.tokens, answer.cached) == (expected(PROMPT), 0)
-    assert pool.counters()["kv_peer_failed"] == 1
+    until(lambda: prefill.node.bad_paths == (foreign.ref.incarnation,) and pool.turn() is not None)
+    assert not prefill.node.is_linked_to(foreign.ref)
     pool.assert_clean()
     pool.close()
     foreign.node.close()
+
+
+def test_a_link_for_reuse_that_is_refused_ends_no_other(
+    model: str, transfer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prefill worker that takes no more links keeps the one on which it hands over."""
+    pool = Pool(model, transfer, WorkerRole.PREFILL, WorkerRole.MIXED)
+    prefill, mixed = (pool.workers[role] for role in (WorkerRole.PREFILL, WorkerRole.MIXED))
+
+    def refuse(*facts: object) -> None:
+        raise Overloaded("no room for another peer")
+
+    monkeypatch.setattr(prefill.node._table, "place", refuse)
+    before = pool.ask(pool.job(PROMPT, prefill, mixed))
+    until(lambda: mixed.node.is_linked_to(prefill.ref) or prefill.ref.incarnation in mixed.node.bad_paths)
+    assert not mixed.node.is_linked_to(prefill.ref) and prefill.node.is_linked_to(mixed.ref)
+    prompt = [*PROMPT, *before.tokens, *NEXT]
+    assert pool.ask(pool.job(prompt, prefill, mixed, mixed)).cached == len(PROMPT) // BLOCK * BLOCK
+    assert pool.counters()["kv_peer_refused"] == 1
+    pool.assert_clean()
+    pool.close()

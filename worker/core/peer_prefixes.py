@@ -108,7 +108,8 @@ class PeerPrefixes:
         # Of an answer that moved here the route names its source, which is about to leave.
         routes = (attempt.job.route for attempt in self._attempts if not attempt.job.is_migration)
         readers = {r.prefill.worker_id: r.prefill for r in routes if r.decode.worker_id == self._me and not r.is_local}
-        self._node.meet([reader for reader in readers.values() if self._node.has_room_for(reader.worker_id)])
+        for reader in readers.values():
+            self._node.is_linked_to(reader)
 
     def _next_role(self, job: Job) -> RoleHandler | None:
         return next((role for role in self._roles if role.accepts(job)), None)

@@ -96,10 +96,10 @@ class PrefixPuller:
         best = TierOffer("peer", len(missing), self._rate.latency_s, block_s)
         if source is None or len(self._open) >= MAX_PULLS or not missing or not self._node.checks_chunks:
             return False
-        if not self._node.has_room_for(source.worker_id):
-            return False
         if not plan_load([best], held * size, size, tokens_per_s).parts:
             self._rate.passed_over()
+            return False
+        if not self._node.is_linked_to(source):  # a prompt waits for no connection: the next one finds it
             return False
         id_ = RequestId(f"pull:{job.request_id}"), job.epoch
         budget = LoadBudget(held * size, len(job.token_ids), size, tokens_per_s)
