@@ -11,9 +11,7 @@ from tests.console.looks import look_at
 
 @pytest.fixture(scope="module")
 def system() -> Iterator[System]:
-    """Two prefill workers, whose steps are short, so that two handoffs are seen in flight."""
-    settings = {"TANDEM_NUM_THREADS": "1", "TANDEM_KV_CACHE_MIB": "512", "TANDEM_MAX_BATCHED_TOKENS": "64"}
-    with running("--prefill", "2", **settings) as system:
+    with running(TANDEM_NUM_THREADS="1", TANDEM_KV_CACHE_MIB="512", TANDEM_MAX_BATCHED_TOKENS="128") as system:
         yield system
 
 
@@ -34,4 +32,4 @@ async def page(browser: str) -> AsyncIterator[Page]:
 @pytest.fixture
 async def console(page: Page, system: System) -> Page:
     """With the workers shown."""
-    return await look_at(page, system, num_workers=3)
+    return await look_at(page, system, num_workers=2)
