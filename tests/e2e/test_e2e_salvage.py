@@ -33,12 +33,17 @@ def decode_core(system: System) -> dict:
     return get_json(f"{decode['url']}/health")["core"]
 
 
+def incoming(system: System, counter: str) -> dict[str, float]:
+    """Return this counter of each link that brings KV to decode: it may send what it kept to prefill, too."""
+    return {link["peer"]: link["counters"][counter] for link in decode_core(system)["links"] if not link["outgoing"]}
+
+
 def num_arrived(system: System) -> float:
-    return sum(link["counters"]["chunks"] for link in decode_core(system)["links"])
+    return sum(incoming(system, "chunks").values())
 
 
 def nbytes_arrived(system: System) -> dict[str, float]:
-    return {link["peer"]: link["counters"]["nbytes"] for link in decode_core(system)["links"]}
+    return incoming(system, "nbytes")
 
 
 def busy_prefill(system: System) -> dict:
