@@ -96,7 +96,8 @@ def test_the_pair_answers_as_one_worker_does(model, colocated, transfer):
         assert sum(reply.cached for reply in again) > 0
         assert transports(pair) == {transfer}
         assert sum(counters(pair, "handoffs_committed")) == 2 * len(PROMPTS)
-        assert all(counters(pair, "handoffs_committed")) and all(counters(pair, "kv_handoffs_received_committed"))
+        for name in ("handoffs_committed", "kv_handoffs_received_committed"):  # every worker counts both sides
+            assert sum(count > 0 for count in counters(pair, name)) == 2
 
 
 @pytest.mark.parametrize("family", sorted(tiny_models.FAMILIES))
