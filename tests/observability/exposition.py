@@ -5,6 +5,11 @@
 
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
 
 from contracts.ids import Incarnation, WorkerId
 from coordinator.metrics import RedisTimes
@@ -13,9 +18,14 @@ from coordinator.store.store import Counts
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.observability.metrics import Metrics
 from kv_transfer.events import LevelStats, LinkStats
+from kv_transfer.tiers.disk import DiskTier
+from kv_transfer.tiers.host_memory import HostMemoryTier
+from kv_transfer.tiers.remote_store import open_remote_store
 from tests.gateway.gateway_rig import GATEWAY, ListStore
+from tests.kv_transfer.tiers.block_samples import LAYOUT, RECORD_NBYTES
 from tests.nodes import node_info
 from tests.path.ring import Ring, Side
+from worker.core.kv_tiers import KVTiers
 from worker.core.status import StatusReporter
 from worker.front.metrics import render as worker_text
 
@@ -42,8 +52,24 @@ def texts() -> Iterator[bytes]:
 
 def _worker(side: Side) -> bytes:
     side.node.stats = lambda: [_link()]
-    status = StatusReporter(WorkerId("d"), side.engine, side.node, side.ledger, side.roles).report()
+    reporter = StatusReporter(WorkerId("d"), side.engine, side.node, side.ledger, side.roles)
+    with _tiers() as reporter.tiers:
+        status = reporter.report()
     return worker_text(node_info(), status, True, {"jobs": 0, "cancels": 0}, 0.0)
+
+
+@contextmanager
+def _tiers() -> Iterator[KVTiers]:
+    """Open one tier of each kind."""
+    pages = np.zeros((LAYOUT.only_group.num_planes, 1, LAYOUT.block_nbytes // LAYOUT.only_group.num_planes), np.uint8)
+    with TemporaryDirectory() as folder:
+        disk = DiskTier(Path(folder, "disk"), LAYOUT.shared_id.hex(), 1 << 20)
+        host, store = HostMemoryTier(1 << 20, RECORD_NBYTES), open_remote_store(f"file://{folder}")
+        tiers = KVTiers([host, disk, store], LAYOUT, pages, [0], lambda: 0.0, lambda: None)
+        try:
+            yield tiers
+        finally:
+            tiers.close()
 
 
 def _link() -> LinkStats:
