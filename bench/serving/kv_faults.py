@@ -171,15 +171,18 @@ def _slots(memory: BinaryIO, start: int, end: int) -> list[tuple[int, int]]:
     """
     memory.seek(start)
     data = memory.read(min(end - start, _SCAN_NBYTES))
-    records: dict[int, tuple[int, int]] = {}
+    records: dict[int, int] = {}
+    slots: set[int] = set()
     found = data.find(_MAGIC)
     while 0 <= found <= len(data) - _HEAD.size:
         offset = _HEAD.unpack_from(data, found)[3]
         with suppress(msgspec.DecodeError, struct.error):
             facts, _ = _read(data[found : found + offset])
-            records[start + found] = offset + facts.stored_nbytes, offset + facts.raw_nbytes
+            records[start + found] = offset + facts.stored_nbytes
+            slots |= {offset + facts.raw_nbytes + more for more in (0, ALIGNMENT)}  # a slot has room for longer facts
         found = data.find(_MAGIC, found + len(_MAGIC))
-    return [(at, nbytes) for at, (nbytes, slot) in records.items() if {at - slot, at + slot} & records.keys()]
+    distances = slots | {-slot for slot in slots}
+    return [(at, nbytes) for at, nbytes in records.items() if any(at + one in records for one in distances)]
 
 
 async def freeze_store(kept: KeptKV, rng: random.Random) -> bool:

@@ -10,7 +10,7 @@ from bench.load.client import session
 from bench.system.local_system import System, get_json, running
 from tests.waiting import until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # systems start one after another
 
 BLOCK = 16
 MAX_TOKENS = 100
