@@ -367,7 +367,7 @@ async def test_a_worker_whose_role_changed_is_offered_for_its_new_side_alone(red
     later = [await placer.place(ask(f"s{n}")) for n in range(4)]
     assert "a0" in {route.prefill.worker_id for route in later}
     assert {route.decode.worker_id for route in later} == {"a1"}
-    assert (await credits(store))["a0"]
+    assert any((await credits(store))["a0"])
     await placer.close()
     await store.close()
 
