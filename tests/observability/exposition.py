@@ -1,6 +1,6 @@
 """The names under which the services expose metrics, from their own code and without a process. Not a test."""
 
-# pyright: reportArgumentType=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 # The twins of engine and node have their methods, not their classes.
 
 import re
@@ -26,8 +26,10 @@ from tests.kv_transfer.tiers.block_samples import LAYOUT, RECORD_NBYTES
 from tests.nodes import node_info
 from tests.path.ring import Ring, Side
 from worker.core.kv_tiers import KVTiers
+from worker.core.peer_prefixes import PeerPrefixes
 from worker.core.status import StatusReporter
 from worker.front.metrics import render as worker_text
+from worker.handoff.migration_source import MigrationSource
 
 SUFFIXES = {"histogram": ("_bucket", "_sum", "_count"), "gauge": ("",), "counter": ("",)}
 _TYPE = re.compile(r"^# TYPE (\S+) (\S+)$", re.MULTILINE)
@@ -52,7 +54,11 @@ def texts() -> Iterator[bytes]:
 
 def _worker(side: Side) -> bytes:
     side.node.stats = lambda: [_link()]
-    reporter = StatusReporter(WorkerId("d"), side.engine, side.node, side.ledger, side.roles)
+    me = WorkerId("d")
+    facts = me, side.engine, side.node, side.ledger
+    side.engine.prefix_exports = None  # which the twin lacks, and nobody asks here
+    peers = PeerPrefixes(*facts, side.roles, lambda: 0.0)
+    reporter = StatusReporter(*facts, [*side.roles, MigrationSource(*facts), peers])
     with _tiers() as reporter.tiers:
         status = reporter.report()
     return worker_text(node_info(), status, True, {"jobs": 0, "cancels": 0}, 0.0)
@@ -65,6 +71,7 @@ def _tiers() -> Iterator[KVTiers]:
     with TemporaryDirectory() as folder:
         disk = DiskTier(Path(folder, "disk"), LAYOUT.shared_id.hex(), 1 << 20)
         host, store = HostMemoryTier(1 << 20, RECORD_NBYTES), open_remote_store(f"file://{folder}")
+        host._stats.refused.update(full=0, unavailable=0)  # which a tier shows once it has refused for these reasons
         tiers = KVTiers([host, disk, store], LAYOUT, pages, [0], lambda: 0.0, lambda: None)
         try:
             yield tiers

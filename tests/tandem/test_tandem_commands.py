@@ -137,7 +137,7 @@ def test_top_shows_what_works(system: System) -> None:
         done = typed("top", "--once", "--interval", "1", "--port", str(system.port))
         busy.kill()
     assert done.returncode == 0 and "\x1b" not in done.stdout  # no terminal, no colours
-    gateway, handoffs, workers, links = done.stdout.split("\n\n")
+    gateway, handoffs, workers, links, _ = done.stdout.split("\n\n")  # the last: tiers, those of peers at least
     assert gateway.splitlines()[1].split()[:4] == ["gateway", f":{system.port}", "ready", "1"]
     assert handoffs.split()[-2:] == ["1", "committed"]
     rows = {line.split()[0]: line.split() for line in workers.splitlines()}
@@ -260,7 +260,7 @@ def test_the_doctor_finds_this_machine_well() -> None:
     for finding in findings:
         said.setdefault(finding["section"], []).append(finding["words"])
     assert done.returncode == 0
-    assert list(said) == ["versions", "memory", "redis", "model", "transports", "cpu", "gpu"]
+    assert list(said) == ["versions", "memory", "redis", "model", "transports", "kv codec", "cpu", "gpu"]
     assert any(words.startswith("weights as stored: Q4_1: 210 tensors") for words in said["model"])
     assert any(words.startswith("of it one KV head's, 15 KiB,") for words in said["model"])
     assert any("starts and answers" in words for words in said["redis"])
