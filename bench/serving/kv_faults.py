@@ -22,11 +22,9 @@ import redis.asyncio as redis
 
 from bench.system.services import Services
 from coordinator.store.local_server import RedisServer
-from kv_transfer.chunks.block_record import ALIGNMENT, BlockFacts, begin_record, seal_record
+from kv_transfer.chunks.block_record import ALIGNMENT, MAGIC, PREFIX, BlockFacts, begin_record, seal_record
 
 STORE_FREEZES_S = (0.2, 1.0, 4.0)
-_MAGIC = b"TKVB"
-_HEAD = struct.Struct("<4sHHIIQ")
 _SCAN_NBYTES = 16 << 20
 
 
@@ -91,8 +89,8 @@ def of_another_layout(data: bytes, rng: random.Random) -> bytes:
 
 
 def _read(data: bytes) -> tuple[BlockFacts, bytes]:
-    _, _, _, offset, num_facts, _ = _HEAD.unpack_from(data)
-    return msgspec.msgpack.decode(data[_HEAD.size : _HEAD.size + num_facts], type=BlockFacts), data[offset:]
+    _, _, _, offset, num_facts, _ = PREFIX.unpack_from(data)
+    return msgspec.msgpack.decode(data[PREFIX.size : PREFIX.size + num_facts], type=BlockFacts), data[offset:]
 
 
 DAMAGES: dict[str, Callable[[bytes, random.Random], bytes]] = {
@@ -173,14 +171,14 @@ def _slots(memory: BinaryIO, start: int, end: int) -> list[tuple[int, int]]:
     data = memory.read(min(end - start, _SCAN_NBYTES))
     records: dict[int, int] = {}
     slots: set[int] = set()
-    found = data.find(_MAGIC)
-    while 0 <= found <= len(data) - _HEAD.size:
-        offset = _HEAD.unpack_from(data, found)[3]
+    found = data.find(MAGIC)
+    while 0 <= found <= len(data) - PREFIX.size:
+        offset = PREFIX.unpack_from(data, found)[3]
         with suppress(msgspec.DecodeError, struct.error):
             facts, _ = _read(data[found : found + offset])
             records[start + found] = offset + facts.stored_nbytes
             slots |= {offset + facts.raw_nbytes + more for more in (0, ALIGNMENT)}  # a slot has room for longer facts
-        found = data.find(_MAGIC, found + len(_MAGIC))
+        found = data.find(MAGIC, found + len(MAGIC))
     distances = slots | {-slot for slot in slots}
     return [(at, nbytes) for at, nbytes in records.items() if any(at + one in records for one in distances)]
 

@@ -29,8 +29,8 @@ VERSION = 2
 ALIGNMENT = 64
 RAW = "raw"
 """The codec of a payload that is the block's bytes as they are."""
-_MAGIC = b"TKVB"
-_PREFIX = struct.Struct("<4sHHIIQ")
+MAGIC = b"TKVB"
+PREFIX = struct.Struct("<4sHHIIQ")
 _NUM_BEFORE_CHECKSUM = 16
 
 
@@ -114,14 +114,14 @@ def begin_record(facts: BlockFacts, into: memoryview) -> np.ndarray:
     offset = _payload_offset(meta)
     if offset + facts.stored_nbytes > len(into):
         raise ValueError(f"a record of {offset + facts.stored_nbytes} bytes does not fit {len(into)}")
-    _PREFIX.pack_into(into, 0, _MAGIC, VERSION, 0, offset, len(meta), 0)
-    into[_PREFIX.size : offset] = meta.ljust(offset - _PREFIX.size, b"\0")
+    PREFIX.pack_into(into, 0, MAGIC, VERSION, 0, offset, len(meta), 0)
+    into[PREFIX.size : offset] = meta.ljust(offset - PREFIX.size, b"\0")
     return np.frombuffer(into, np.uint8)[offset : offset + facts.stored_nbytes]
 
 
 def seal_record(facts: BlockFacts, record: memoryview) -> memoryview:
     """Write the checksum over a payload that is complete; return the record, without what lies behind it."""
-    offset = _PREFIX.unpack_from(record)[3]
+    offset = PREFIX.unpack_from(record)[3]
     whole = record[: offset + facts.stored_nbytes]
     struct.pack_into("<Q", record, _NUM_BEFORE_CHECKSUM, _checksum(BlockKey(facts.key), whole))
     return whole
@@ -151,15 +151,15 @@ def verify(record: memoryview, key: BlockKey, layout: KVLayout, group: int = 0) 
 
 def _read_facts(record: memoryview) -> tuple[BlockFacts, int, int]:
     """Return facts, the payload's offset and the stated checksum. Raises Corrupt if they can't be read."""
-    if len(record) < _PREFIX.size:
+    if len(record) < PREFIX.size:
         raise Corrupt(f"nbytes is {len(record)}, shorter than the head of a record")
-    magic, version, _, offset, meta_nbytes, checksum = _PREFIX.unpack_from(record)
-    _require("magic", magic, _MAGIC)
+    magic, version, _, offset, meta_nbytes, checksum = PREFIX.unpack_from(record)
+    _require("magic", magic, MAGIC)
     _require("version", version, VERSION)
-    if not _PREFIX.size + meta_nbytes <= offset <= len(record):
+    if not PREFIX.size + meta_nbytes <= offset <= len(record):
         raise Corrupt(f"offset is {offset}, of a record of {len(record)} bytes with {meta_nbytes} of facts")
     try:
-        facts: BlockFacts = _decoder.decode(record[_PREFIX.size : _PREFIX.size + meta_nbytes])
+        facts: BlockFacts = _decoder.decode(record[PREFIX.size : PREFIX.size + meta_nbytes])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Corrupt(f"the facts of the record can't be read: {error}") from error
     _require("nbytes", len(record), offset + facts.stored_nbytes)
@@ -174,8 +174,8 @@ def _require(field: str, found: object, expected: object) -> None:
 def _checksum(key: BlockKey, record: memoryview) -> int:
     data = np.frombuffer(record, np.uint8)
     before = integrity.extend(integrity.seed_of(key), data[:_NUM_BEFORE_CHECKSUM])
-    return integrity.extend(before, data[_PREFIX.size :])
+    return integrity.extend(before, data[PREFIX.size :])
 
 
 def _payload_offset(meta: bytes) -> int:
-    return -(-(_PREFIX.size + len(meta)) // ALIGNMENT) * ALIGNMENT
+    return -(-(PREFIX.size + len(meta)) // ALIGNMENT) * ALIGNMENT

@@ -16,13 +16,19 @@ from contracts.hashing import block_key
 from contracts.ids import RequestId
 from contracts.kv_store import BlockKey, KVStore
 from contracts.layout import KVLayout
-from engine.cache.load_plan import EndedLoad, LoadBudget, NewBlock, PrefixLoad, compute_seconds, plan_load
+from engine.cache.load_plan import (
+    GUESSED_TOKENS_PER_S,
+    EndedLoad,
+    LoadBudget,
+    NewBlock,
+    PrefixLoad,
+    compute_seconds,
+    plan_load,
+)
 from kv_transfer.tiers.record_codec import RecordCodec
 from worker.core.tier_loader import BlockLoad, TierLoader
 from worker.core.tier_writer import BlockSaver
 
-GUESSED_TOKENS_PER_S = 1000.0
-"""The rate of computing prompts until one is measured."""
 _COUNTED = ("loaded_prompts", "missed_prompts", "loaded_blocks", "missed_blocks", "loads_given_up")
 _GAUGES = {"blocks", "bytes", "on", "writable", "foreign_blocks"}
 

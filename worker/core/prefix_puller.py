@@ -14,7 +14,7 @@ from contracts.handoff import Abort, Commit, Grant, Offer, PrefixRequest, Refuse
 from contracts.ids import Epoch, RequestId, WorkerId
 from contracts.request import WorkerRef
 from contracts.sampling import SamplingParams
-from engine.cache.load_plan import LoadBudget, TierOffer, TierRate, plan_load
+from engine.cache.load_plan import GUESSED_TOKENS_PER_S, LoadBudget, TierOffer, TierRate, plan_load
 from engine.engine import Engine
 from engine.messages import EngineRequest, Reservation
 from kv_transfer.events import ChunkBad, ChunkLanded, Drained, MessageReceived, PeerDisconnected, TransferEvent
@@ -27,8 +27,6 @@ MAX_PULLS = 8
 MAX_BLOCKS = 2048
 """The blocks that one pull asks for at most: their digests fit a message."""
 MAX_OVER = 256
-GUESSED_TOKENS_PER_S = 1000.0
-"""The rate of computing prompts until one is measured."""
 FIRST_GUESS = (1e9, 0.004)
 """Bytes per second, and seconds before the first, until they are measured."""
 MIN_SLACK_S = 0.02
@@ -129,9 +127,7 @@ class PrefixPuller:
                 if (pull := self._open.get(id_)) and pull.offer is None and pull.peer.worker_id == peer_id:
                     self._on_offer(pull, offer, now)
                 else:
-                    self._node.refuse(
-                        peer_id, Refuse(request_id=id_[0], epoch=id_[1], code="cancelled", reason="the pull is over")
-                    )
+                    self._send_refusal(peer_id, id_, "cancelled", "the pull is over")
             case MessageReceived(message=Refuse() | Abort() as end) if self._knows(id_ := (end.request_id, end.epoch)):
                 if pull := self._open.get(id_):
                     self._counters["kv_peer_refused"] += 1
@@ -211,14 +207,12 @@ class PrefixPuller:
         self._engine.release(pull.key)  # else the scheduler keeps room for it
         self._counters["kv_peer_failed"] += 1
         pull.reservation = None
-        self._node.refuse(
-            pull.peer.worker_id, Refuse(request_id=pull.id[0], epoch=pull.id[1], code="unavailable", reason=reason)
-        )
+        self._send_refusal(pull.peer.worker_id, pull.id, "unavailable", reason)
         self._settle(pull, now, is_drained=True)
 
-    def _send_refusal(self, peer_id: WorkerId, id_: AttemptId, reason: str) -> None:
+    def _send_refusal(self, peer_id: WorkerId, id_: AttemptId, code: str, reason: str) -> None:
         request_id, epoch = id_
-        self._node.refuse(peer_id, Refuse(request_id=request_id, epoch=epoch, code="unavailable", reason=reason))
+        self._node.refuse(peer_id, Refuse(request_id=request_id, epoch=epoch, code=code, reason=reason))
 
     def _on_chunk(self, pull: Pull, index: int, first_token: int, num_tokens: int, nbytes: int, now: float) -> None:
         if (index, first_token) != (pull.num_chunks, pull.next_token):

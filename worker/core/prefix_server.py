@@ -84,10 +84,7 @@ class PrefixServer:
         blocks = self._exports.hold(attempt_key(*id_), _digests(request))
         if not blocks:
             self._end(id_)
-            self._node.refuse(
-                peer_id,
-                Refuse(request_id=id_[0], epoch=id_[1], code="unavailable", reason="none of these blocks is here"),
-            )
+            self._refuse(peer_id, id_, "none of these blocks is here")
             return
         self._open[id_] = _PrefixReader(request.reader, request.first_token, blocks, now + READER_TIMEOUT_S)
         num_tokens = request.first_token + len(blocks) * size

@@ -251,12 +251,9 @@ class IncomingHandoffs:
 
     def _grant(self, handoff: IncomingHandoff) -> None:
         """Reserve pages and grant them. Raises OutOfBlocks; then nothing is held."""
-        request = handoff.attempt.request()
-        if handoff.is_migration:
-            assert handoff.offer is not None
-            reservation = self._engine.reserve(request, handoff.arrival, handoff.offer.num_tokens)
-        else:
-            reservation = self._engine.reserve(request, handoff.arrival)
+        assert handoff.offer is not None
+        bound = handoff.offer.num_tokens if handoff.is_migration else None
+        reservation = self._engine.reserve(handoff.attempt.request(), handoff.arrival, bound)
         handoff.reservation = reservation
         handoff.next_token = reservation.skip_tokens
         first_page = reservation.skip_tokens // self._engine.layout.block_size
