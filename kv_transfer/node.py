@@ -166,8 +166,8 @@ class TransferNode:
         if link := self._outgoing_to(peer, was_asked=True):
             link.offer(offer)
 
-    def is_linked_to(self, peer: WorkerRef) -> bool:
-        """Return whether the link is up; open a missing one, unless it is beyond half of `max_peers`."""
+    def ensure_link(self, peer: WorkerRef) -> bool:
+        """Open the link if it is missing, unless it is beyond half of `max_peers`; return whether it is up."""
         self.meet([peer] if self._table.has_room_for(peer.worker_id, self._settings.max_peers // 2) else [])
         return self._table.is_up(peer.worker_id, peer.incarnation)
 

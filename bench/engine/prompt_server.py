@@ -53,6 +53,7 @@ class PromptServer:
         self._num_requests = 0
         self._tiers = None
         if options.kv_host_gib or options.kv_disk or options.kv_store:
+            # Late: the checkout of a peer may have no tiers.
             from worker.core.open_tiers import open_tiers
             from worker.settings import WorkerSettings
 

@@ -35,7 +35,7 @@ from bench.report.result import ResultRow, write_result
 from bench.serving.kv_faults import DAMAGED, OUTAGES, KeptKV, limited_disk, tier_settings
 from bench.serving.service_faults import SERVICE_FAULTS, revive
 from bench.system.leftovers import still_held
-from bench.system.local_system import is_ready, model_of
+from bench.system.local_system import model_of
 from bench.system.resource_usage import gpu_names
 from bench.system.services import Services
 from coordinator.store.local_server import RedisServer
@@ -154,10 +154,7 @@ class ChaosPrompt:
 
 async def run(services: Services, faults: Faults, args: argparse.Namespace) -> FaultReport:
     toll, rng = FaultReport(), random.Random(args.seed)
-    for name in services.names:
-        services.start(name)
-    for name in services.names:
-        await services.ready(name)
+    await services.start_all(REST_TIMEOUT_S)
     async with session() as http:
         questions = await calm(http, services, rng)
         may_ask = asyncio.Event()
@@ -183,9 +180,6 @@ async def run(services: Services, faults: Faults, args: argparse.Namespace) -> F
 
 async def calm(http: aiohttp.ClientSession, services: Services, rng: random.Random) -> list[ChaosPrompt]:
     """Return prompts with their answers; each is asked twice, and the second time its prefix is cached."""
-    async with asyncio.timeout(REST_TIMEOUT_S):
-        while not is_ready(services.url):
-            await asyncio.sleep(0.1)
     model, questions = model_of(services.url), []
     for num_tokens in PROMPTS * 3:
         prompt, max_tokens = random_prompt(num_tokens, rng, vocabulary=256), rng.choice(ANSWERS)

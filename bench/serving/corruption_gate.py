@@ -28,7 +28,7 @@ from bench.serving.conversations import KnownConversation, complete, known_conve
 from bench.serving.kv_faults import DAMAGED, OUTAGES, KeptKV, limited_disk, tier_settings
 from bench.serving.service_faults import SERVICE_FAULTS, revive
 from bench.system.leftovers import still_held
-from bench.system.local_system import get_json, is_ready, model_of
+from bench.system.local_system import get_json, model_of
 from bench.system.services import Services
 from coordinator.store.local_server import RedisServer
 
@@ -111,20 +111,10 @@ async def undisturbed(folder: Path, args: argparse.Namespace, rng: random.Random
     """Return the conversations with the answers of one worker without tiers."""
     folder.mkdir()
     with Services(folder, {"m0": ("--role", "mixed")}, **COMMON | {"TANDEM_NUM_THREADS": "2"}) as services:
-        await start(services)
+        await services.start_all(REST_TIMEOUT_S)
         async with session() as http:
             model = model_of(services.url)
             return await known_conversations(http, services.url, model, args.conversations, args.turns, rng)
-
-
-async def start(services: Services) -> None:
-    for name in services.names:
-        services.start(name)
-    for name in services.names:
-        await services.ready(name)
-    async with asyncio.timeout(REST_TIMEOUT_S):
-        while not is_ready(services.url):
-            await asyncio.sleep(0.1)
 
 
 async def disturbed(
@@ -136,7 +126,7 @@ async def disturbed(
         settings |= dict(option.split("=", 1) for option in args.options)
         workers = {name: ("--role", role, "--transfer", args.transfer) for name, role in ROLES.items()}
         with Services(folder, workers, **settings) as services:
-            await start(services)
+            await services.start_all(REST_TIMEOUT_S)
             return await play(KeptKV(services, disk, store), args, conversations, rng)
 
 

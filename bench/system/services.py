@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from bench.system.local_system import stop
+from bench.system.local_system import is_ready, stop
 from coordinator.store.local_server import RedisServer
 from process.sockets import free_port
 
@@ -71,6 +71,19 @@ class Services:
                 if not self.is_alive(name):
                     raise RuntimeError(f"{name} ended: {self.log(name).read_text()[-1000:]}")
                 await asyncio.sleep(POLL_S)
+
+    async def start_all(self, timeout_s: float) -> None:
+        """Start every service, and wait until requests can be placed.
+
+        That is when all are ready, and at most `timeout_s` later. Raises RuntimeError and TimeoutError as `ready` does.
+        """
+        for name in self.names:
+            self.start(name)
+        for name in self.names:
+            await self.ready(name)
+        async with asyncio.timeout(timeout_s):
+            while not is_ready(self.url):
+                await asyncio.sleep(0.1)
 
     def is_alive(self, name: str) -> bool:
         return self._processes[name].poll() is None

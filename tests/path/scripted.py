@@ -59,9 +59,7 @@ class ScriptedEngine(Remembering):
         self.num_saved += num_checked
         return num_checked
 
-    def reserve(
-        self, request: EngineRequest, arrival: int | None = None, num_tokens: int | None = None
-    ) -> Reservation:
+    def reserve(self, request: EngineRequest, arrival: int | None = None, num_tokens: int | None = None) -> Reservation:
         num_blocks = self.layout.num_blocks(len(request.token_ids))
         if num_blocks > self.free:
             raise OutOfBlocks(f"{num_blocks} blocks wanted, {self.free} free")

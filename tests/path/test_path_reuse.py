@@ -127,7 +127,7 @@ def pool(model: str, transfer: str) -> Iterator[Pool]:
     """Yield a prefill worker, which pulls, and a mixed one, from which it does."""
     pool = Pool(model, transfer, WorkerRole.PREFILL, WorkerRole.MIXED)
     prefill, mixed = (pool.workers[role] for role in (WorkerRole.PREFILL, WorkerRole.MIXED))
-    until(lambda: prefill.node.is_linked_to(mixed.ref) and mixed.node.is_linked_to(prefill.ref))
+    until(lambda: prefill.node.ensure_link(mixed.ref) and mixed.node.ensure_link(prefill.ref))
     yield pool
     pool.close()
 
@@ -280,7 +280,7 @@ def test_a_worker_of_another_model_gives_nothing(
     answer = pool.ask(pool.job(PROMPT, prefill, prefill, foreign))
     assert (answer.tokens, answer.cached) == (expected(PROMPT), 0)
     until(lambda: prefill.node.bad_paths == (foreign.ref.incarnation,) and pool.turn() is not None)
-    assert not prefill.node.is_linked_to(foreign.ref)
+    assert not prefill.node.ensure_link(foreign.ref)
     pool.assert_clean()
     pool.close()
     foreign.node.close()
@@ -298,8 +298,8 @@ def test_a_link_for_reuse_that_is_refused_ends_no_other(
 
     monkeypatch.setattr(prefill.node._table, "place", refuse)
     before = pool.ask(pool.job(PROMPT, prefill, mixed))
-    until(lambda: mixed.node.is_linked_to(prefill.ref) or prefill.ref.incarnation in mixed.node.bad_paths)
-    assert not mixed.node.is_linked_to(prefill.ref) and prefill.node.is_linked_to(mixed.ref)
+    until(lambda: mixed.node.ensure_link(prefill.ref) or prefill.ref.incarnation in mixed.node.bad_paths)
+    assert not mixed.node.ensure_link(prefill.ref) and prefill.node.ensure_link(mixed.ref)
     prompt = [*PROMPT, *before.tokens, *NEXT]
     assert pool.ask(pool.job(prompt, prefill, mixed, mixed)).cached == len(PROMPT) // BLOCK * BLOCK
     assert pool.counters()["kv_peer_refused"] == 1

@@ -88,9 +88,7 @@ class FakeEngine:
     def arrive(self) -> int:
         return 0
 
-    def reserve(
-        self, request: EngineRequest, arrival: int | None = None, num_tokens: int | None = None
-    ) -> Reservation:
+    def reserve(self, request: EngineRequest, arrival: int | None = None, num_tokens: int | None = None) -> Reservation:
         prompt = list(request.token_ids)
         num_blocks = self.layout.num_blocks(len(prompt))
         if self.held + num_blocks > self.capacity:

@@ -109,7 +109,7 @@ class PeerPrefixes:
         routes = (attempt.job.route for attempt in self._attempts if not attempt.job.is_migration)
         readers = {r.prefill.worker_id: r.prefill for r in routes if r.decode.worker_id == self._me and not r.is_local}
         for reader in readers.values():
-            self._node.is_linked_to(reader)
+            self._node.ensure_link(reader)
 
     def _next_role(self, job: Job) -> RoleHandler | None:
         return next((role for role in self._roles if role.accepts(job)), None)

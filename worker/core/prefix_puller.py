@@ -97,7 +97,7 @@ class PrefixPuller:
         if not plan_load([best], held * size, size, tokens_per_s).parts:
             self._rate.passed_over()
             return False
-        if not self._node.is_linked_to(source):  # a prompt waits for no connection: the next one finds it
+        if not self._node.ensure_link(source):  # a prompt waits for no connection: the next one finds it
             return False
         id_ = RequestId(f"pull:{job.request_id}"), job.epoch
         budget = LoadBudget(held * size, len(job.token_ids), size, tokens_per_s)

@@ -100,7 +100,7 @@ class PrefixServer:
             return "shared_id differs: the KV of this worker is of another model, format or block size"
         if request.reader.worker_id != peer_id:
             return f"reader is {request.reader.worker_id}; the request came from {peer_id}"
-        if not self._node.is_linked_to(request.reader):
+        if not self._node.ensure_link(request.reader):
             return "there is no link to the reader yet"
         if request.first_token % self._engine.layout.block_size or len(request.digests) % DIGEST_NBYTES:
             return "first_token or digests are not those of whole blocks"

@@ -17,24 +17,10 @@ from kv_transfer.chunks.block_record import VERSION, max_record_nbytes
 from kv_transfer.tiers.host_memory import HostMemoryTier
 from kv_transfer.tiers.remote_store import open_remote_store
 from tests.engine.driving import drain, greedy, request, settings, tokens_of
-from tests.engine.tiny_models import save_tiny
 from tests.worker.core.tier_rig import PROMPTS, answer, cached_tokens, disk, host, join, settled, small_engine
 from worker.core.kv_tiers import KVTiers
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    save_tiny(path, "llama")
-    return path
-
-
-@pytest.fixture(scope="module")
-def expected(folder: Path) -> list[list[int]]:
-    engine = load_engine(settings(model=str(folder), prefix_cache=False))
-    return [answer(engine, prompt, str(index)) for index, prompt in enumerate(PROMPTS)]
 
 
 @pytest.fixture(params=["host", "disk", "store"])

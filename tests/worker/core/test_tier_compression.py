@@ -8,27 +8,11 @@ import pytest
 
 from contracts.kv_store import BlockKey, BlockWorth
 from engine.engine import Engine
-from engine.loader import load_engine
 from kv_transfer.tiers.remote_store import RemoteStoreTier, open_remote_store
-from tests.engine.driving import settings
-from tests.engine.tiny_models import save_tiny
-from tests.worker.core.tier_rig import PROMPTS, answer, cached_tokens, join, settled, small_engine
+from tests.worker.core.tier_rig import PROMPTS, cached_tokens, join, settled, small_engine
 from worker.core.kv_tiers import KVTiers
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    save_tiny(path, "llama")
-    return path
-
-
-@pytest.fixture(scope="module")
-def expected(folder: Path) -> list[list[int]]:
-    engine = load_engine(settings(model=str(folder), prefix_cache=False))
-    return [answer(engine, prompt, str(index)) for index, prompt in enumerate(PROMPTS)]
 
 
 def slow_store(url: str, monkeypatch: pytest.MonkeyPatch) -> RemoteStoreTier:

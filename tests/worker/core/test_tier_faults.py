@@ -16,12 +16,10 @@ import pytest
 
 from engine.cache.load_plan import MAX_DELAY_SHARE, compute_seconds
 from engine.engine import Engine
-from engine.loader import load_engine
 from engine.messages import StepOutput
 from kv_transfer.chunks.block_record import VERSION
 from kv_transfer.tiers.remote_store import open_remote_store
-from tests.engine.driving import drain, greedy, request, settings, tokens_of
-from tests.engine.tiny_models import save_tiny
+from tests.engine.driving import drain, greedy, request, tokens_of
 from tests.full_disk import small_disk
 from tests.kv_transfer.tiers.redis_cluster import RedisNode, redis_node
 from tests.waiting import until
@@ -40,19 +38,6 @@ from tests.worker.core.tier_rig import (
 from worker.core.kv_tiers import KVTiers
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    save_tiny(path, "llama")
-    return path
-
-
-@pytest.fixture(scope="module")
-def expected(folder: Path) -> list[list[int]]:
-    engine = load_engine(settings(model=str(folder), prefix_cache=False))
-    return [answer(engine, prompt, str(index)) for index, prompt in enumerate(PROMPTS)]
 
 
 def fill(engine: Engine, tiers: KVTiers) -> None:
