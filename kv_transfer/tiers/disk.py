@@ -12,7 +12,7 @@ from typing import TextIO
 
 from contracts.kv_store import BlockKey, BlockWorth
 from kv_transfer.tiers.eviction import EvictionPolicy
-from kv_transfer.tiers.record_files import RecordFiles
+from kv_transfer.tiers.record_files import RecordFile, RecordFiles
 from kv_transfer.tiers.tier_stats import TierStats
 
 RETRY_S = 10.0
@@ -164,7 +164,7 @@ class DiskTier:
 
     def _index(self) -> None:
         """Enter what is in the folder, the longest unused first; what is too much for the limit goes."""
-        found = []
+        found: list[RecordFile] = []
         told_s = start_s = self._clock()
         for record in self._files.scan():
             if self._is_closed:

@@ -34,9 +34,9 @@ class RedisRecords:
 
     def count_held(self, keys: Sequence[BlockKey]) -> int:
         def count(client: redis.Redis | RedisCluster) -> int:
-            pipeline = client.pipeline(transaction=False)
+            pipeline = client.pipeline(transaction=False)  # pyright: ignore[reportUnknownMemberType]
             for key in keys:
-                pipeline.exists(_PREFIX + key)
+                pipeline.exists(_PREFIX + key)  # pyright: ignore[reportUnknownMemberType]
             found = pipeline.execute()
             return next((index for index, is_held in enumerate(found) if not is_held), len(found))
 
@@ -44,7 +44,7 @@ class RedisRecords:
 
     def get(self, keys: Sequence[BlockKey]) -> list[bytes | None]:
         def read(client: redis.Redis | RedisCluster) -> list[bytes | None]:
-            pipeline = client.pipeline(transaction=False)
+            pipeline = client.pipeline(transaction=False)  # pyright: ignore[reportUnknownMemberType]
             for key in keys:
                 pipeline.get(_PREFIX + key)
             return pipeline.execute()
@@ -75,7 +75,7 @@ class RedisRecords:
 
     def describe(self) -> str:
         """Return release and room of the server, or of a cluster's first; see RecordStore."""
-        facts = self._call(lambda client: client.info())
+        facts = self._call(lambda client: client.info())  # pyright: ignore[reportUnknownMemberType]
         first = next(iter(facts.values())) if _CLUSTER in self._url else facts
         name = "Valkey" if "valkey_version" in first else "Redis"
         release = first.get("valkey_version") or first["redis_version"]
@@ -104,7 +104,8 @@ def _check_parameters(url: str) -> None:
     """Make a connection that connects to nothing: redis-py looks at the parameters of a URL only then."""
     scheme, _, rest = url.partition("://")
     try:
-        redis.Redis.from_url(f"{scheme.removesuffix(_CLUSTER)}://{rest}").connection_pool.make_connection()
+        plain = redis.Redis.from_url(f"{scheme.removesuffix(_CLUSTER)}://{rest}")  # pyright: ignore[reportUnknownMemberType]
+        plain.connection_pool.make_connection()
     except TypeError as error:
         raise ValueError(str(error)) from error
 
@@ -120,4 +121,4 @@ def _connect(url: str) -> redis.Redis | RedisCluster:
     plain = f"{scheme.removesuffix(_CLUSTER)}://{rest}"
     if scheme.endswith(_CLUSTER):
         return RedisCluster.from_url(plain, **limits)
-    return redis.Redis.from_url(plain, **limits)
+    return redis.Redis.from_url(plain, **limits)  # pyright: ignore[reportUnknownMemberType]

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -35,10 +35,10 @@ class TierStats:
     nbytes_in: int = 0
     nbytes_out: int = 0
     load_s: float = 0.0
-    refused: Counter[str] = field(default_factory=Counter)
+    refused: Counter[str] = field(default_factory=Counter[str])
 
     @contextmanager
-    def load(self) -> Iterator[LoadCount]:
+    def load(self) -> Generator[LoadCount, None, None]:
         """Count a read and the time it takes."""
         start = time.perf_counter()
         try:
