@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.report.result import ResultRow, write_result
+from bench.report.result import ResultRow, commit_of, write_result
 from coordinator.store.local_server import RedisServer
 
 SERVER = Path(__file__).with_name("prompt_server.py")
@@ -110,7 +110,7 @@ def main() -> None:
     config = {
         "rounds": args.rounds,
         "working_set_tokens": WORKING_SET,
-        "peer": _commit_of(args.peer),
+        "peer": commit_of(args.peer) if args.peer else "",
         "note": args.note,
     }
     log.info("%s", write_result(args.out, "kv-tiers", rows, config).with_suffix(".md").read_text(encoding="utf-8"))
@@ -169,7 +169,7 @@ def second_turn(rounds: int, peer: Path | None) -> list[ResultRow]:
         ResultRow(
             "first token of a second turn", statistics.median(taken["ours"]), "s",
             {"tokens before it": TURN_BEFORE, "new": NEW_TURN, "at most": "0.35 x"},
-            peer=f"commit {_commit_of(peer)}", peer_value=statistics.median(taken["peer"]),
+            peer=f"commit {commit_of(peer)}", peer_value=statistics.median(taken["peer"]),
         )
     ]  # fmt: skip
 
@@ -209,13 +209,6 @@ def median_ttft_s(pool_tokens: int, *flags: str) -> float:
                 if turn:
                     taken.append(answer["ttft_s"])
     return statistics.median(taken)
-
-
-def _commit_of(checkout: Path | None) -> str:
-    if checkout is None:
-        return ""
-    argv = ["git", "-C", str(checkout), "rev-parse", "--short=8", "HEAD"]
-    return subprocess.run(argv, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
 
 
 if __name__ == "__main__":

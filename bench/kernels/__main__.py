@@ -6,7 +6,6 @@ python -m bench.kernels [SECTION ...] [--out FILE]
 import argparse
 import importlib
 import json
-import subprocess
 import sys
 import time
 from dataclasses import asdict
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.kernels.figure import Figure
+from bench.report.result import commit_of
 from kernels import caps as capabilities
 from kernels import catalog, plans
 
@@ -61,18 +61,12 @@ def write(path: Path, rows: list[Figure], caps: capabilities.Caps, sections: lis
         what="kernels",
         hardware=caps.name,
         versions=versions,
-        commit=commit(),
+        commit=commit_of(),
         command=f"python -m bench.kernels {' '.join(sections)}",
         config_digest=plans.source_hash(),
         rows=[asdict(row) for row in rows],
     )
     path.write_text(json.dumps(document, indent=1))
-
-
-def commit() -> str:
-    """Return the commit of the tree, or an empty text outside of a repository."""
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return done.stdout.strip()
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ def write_result(path: Path | None, what: str, rows: Sequence[ResultRow], config
         "time": now.isoformat(timespec="seconds"),
         "hardware": hardware(),
         "versions": _versions(),
-        "commit": _commit(),
+        "commit": commit_of(),
         "command": " ".join(["python", "-m", _module(), *sys.argv[1:]]),
         "config": dict(config),
         "config_digest": config_digest(config),
@@ -126,15 +126,15 @@ def _versions() -> dict[str, str]:
     return {"python": platform.python_version(), **packages}
 
 
-def _commit() -> str:
-    """Return the revision, with `+` if tracked files differ from it.
+def commit_of(checkout: Path | None = None) -> str:
+    """Return the revision of this checkout, or of another, with `+` if tracked files differ from it.
 
     It is "unknown" outside of a git checkout, or without git.
     """
     if shutil.which("git") is None:
         return "unknown"
     command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=10, check=False)
     return done.stdout.strip() or "unknown"
 
 

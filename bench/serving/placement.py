@@ -71,11 +71,11 @@ def _arguments() -> argparse.Namespace:
 
 
 def _rows(num_workers: int, num_gateways: int, before: Path | None) -> list[Any]:
-    from bench.report.result import ResultRow
+    from bench.report.result import ResultRow, commit_of
 
     now = _measured_or_none(ROOT, num_workers, num_gateways)
     then = _measured_or_none(before, num_workers, num_gateways) if before is not None else {}
-    peer = f"commit {_commit(before)}" if before is not None else None
+    peer = f"commit {commit_of(before)}" if before is not None else None
     params = {"workers": num_workers, "gateways": num_gateways}
     rows = [ResultRow(name, value, "ms", params, None, peer, then.get(name)) for name, value in now.items()]
     for row in rows:
@@ -133,12 +133,6 @@ def _ended(child: "subprocess.Popen[str]") -> dict[str, Any]:
     if child.returncode:
         raise RuntimeError(f"a process ended with {child.returncode}")
     return json.loads(output)
-
-
-def _commit(tree: Path) -> str:
-    return subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=tree, check=True, capture_output=True, text=True
-    ).stdout.strip()
 
 
 async def _register(given: dict[str, Any]) -> None:

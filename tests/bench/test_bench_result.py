@@ -91,19 +91,19 @@ def test_the_commit_says_when_tracked_files_differ(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("1")
     git("add", "file")
     git("commit", "-qm", "first")
-    assert not result._commit().endswith("+")
+    assert not result.commit_of().endswith("+")
     (tmp_path / "file").write_text("2")
-    assert result._commit().endswith("+")
+    assert result.commit_of().endswith("+")
 
 
 def test_outside_of_a_checkout_the_commit_is_unknown(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert result._commit() == "unknown"
+    assert result.commit_of() == "unknown"
 
 
 def test_without_git_the_commit_is_unknown(monkeypatch):
     monkeypatch.setenv("PATH", "")
-    assert result._commit() == "unknown"
+    assert result.commit_of() == "unknown"
 
 
 def test_hardware_names_the_cpu():
