@@ -1,4 +1,6 @@
-"""The benchmark of a pair beside the same pair of another checkout: what a change costs who does not use it.
+"""The benchmark of a pair beside the same pair of another checkout.
+
+What a change costs who does not use it is shown by it:
 
     python -m bench.serving.two_checkouts CHECKOUT [--rounds 20] [--out FILE]
 
