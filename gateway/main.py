@@ -9,6 +9,7 @@ import time
 
 from checkpoint import Advice, open_checkpoint
 from contracts.ids import GatewayId
+from coordinator.migration_policy import MigrationPolicy
 from coordinator.store.connect import connect
 from coordinator.store.store import Store
 from gateway.console.routes import add_console
@@ -44,7 +45,8 @@ async def run(settings: GatewaySettings, store: Store) -> int:
         checkpoint = overridden(await asyncio.to_thread(open_checkpoint, settings.model), settings)
         gateway_id = GatewayId(f"gateway-{socket.gethostname()}-{secrets.token_hex(4)}")
         secret = settings.secret.get_secret_value()
-        dispatch = Dispatcher(StorePlacement(store, gateway_id), gateway_id, secret, checkpoint.name)
+        planner = MigrationPolicy(settings.migration_reasons)
+        dispatch = Dispatcher(StorePlacement(store, gateway_id), gateway_id, secret, checkpoint.name, planner)
         [model, *aliases], version = settings.model_names or [checkpoint.name], release()
         metrics = Metrics(dispatch, model, version, checkpoint.config.max_model_len)
         tracing = open_tracing(os.environ, model, version)

@@ -3,9 +3,10 @@
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, SecretStr
+from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from coordinator.migration_policy import DEFAULT_REASONS, MigrationReason
 from gateway.tool_calling.registry import ParserName
 
 
@@ -40,10 +41,31 @@ class GatewaySettings(BaseSettings):
     request_timeout_s: float = Field(600.0, gt=0, description="every accepted request ends within this time")
     max_inflight: int = Field(1024, ge=1, description="most answers in progress; more get 429")
     max_body_nbytes: int = Field(8 << 20, ge=1024, description="longest request body; longer ones get 413")
+    migrate_for: str = Field(
+        ",".join(DEFAULT_REASONS),
+        description="for what running answers move to other workers, with commas: drain, memory (instead of "
+        "preemption), balance; empty: never",
+    )
     ready_file: Path | None = Field(None, description="written (JSON: pid, url) once the gateway listens")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="how much to say")
 
     @property
     def model_names(self) -> list[str]:
         """Return the ids that clients may name, the one of answers first; none for the model's own."""
-        return [name for name in map(str.strip, self.served_model_name.split(",")) if name]
+        return _words(self.served_model_name)
+
+    @property
+    def migration_reasons(self) -> list[MigrationReason]:
+        """Return for what running answers move."""
+        return [MigrationReason(name) for name in _words(self.migrate_for)]
+
+    @field_validator("migrate_for")
+    @classmethod
+    def _check_reasons(cls, text: str) -> str:
+        if unknown := [name for name in _words(text) if name not in list(MigrationReason)]:
+            raise ValueError(f"{unknown[0]!r} is none of {', '.join(MigrationReason)}")
+        return text
+
+
+def _words(text: str) -> list[str]:
+    return [word for word in map(str.strip, text.split(",")) if word]

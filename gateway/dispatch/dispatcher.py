@@ -10,9 +10,10 @@ from contracts.errors import Overloaded, RequestError, TandemError, Unavailable
 from contracts.events import Event, Failed, Tokens
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.request import Cancel, JobMessage, Route, WorkerRef
+from coordinator.migration_policy import DEFAULT_REASONS, MigrationPlanner, MigrationPolicy
 from coordinator.request_states import RequestState
 from gateway.dispatch.client_words import for_clients
-from gateway.dispatch.drain_migrations import DrainMigrations
+from gateway.dispatch.migrations import Migrations
 from gateway.dispatch.placement import Placement, PlaceUnknown
 from gateway.dispatch.request_actions import (
     Action,
@@ -48,7 +49,14 @@ T = TypeVar("T")
 class Dispatcher:
     """Owned by the event loop."""
 
-    def __init__(self, store: Placement, gateway_id: GatewayId, secret: str, model: str) -> None:
+    def __init__(
+        self,
+        store: Placement,
+        gateway_id: GatewayId,
+        secret: str,
+        model: str,
+        planner: MigrationPlanner | None = None,
+    ) -> None:
         self._store, self._gateway_id = store, gateway_id
         self._live: dict[RequestId, InflightRequest] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -61,7 +69,8 @@ class Dispatcher:
         self.num_unknown = self.num_stale = self.num_duplicates = self.num_cancels = self.num_losses = 0
         self.num_replays = 0
         self.workers = WorkerPool(store, gateway_id, secret, model, self._on_event, self._on_lost)
-        self.migrations = DrainMigrations(store, gateway_id, self.workers, self._perform)
+        planner = planner or MigrationPolicy(DEFAULT_REASONS)
+        self.migrations = Migrations(store, gateway_id, self.workers, self._perform, planner)
 
     async def start(self) -> None:
         """Raises Unavailable if the registry can't be reached."""

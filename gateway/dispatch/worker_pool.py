@@ -83,11 +83,6 @@ class WorkerPool:
         return [worker_id for worker_id, link in self._links.items() if not link.is_open]
 
     @property
-    def draining(self) -> list[WorkerId]:
-        """Workers that are listed and take no more work: their answers may move elsewhere."""
-        return [worker_id for worker_id in self._listed if self._drains(worker_id)]
-
-    @property
     def troubles(self) -> list[str]:
         """Why others do not, or get no work."""
         troubles = {worker_id: "it drains, and takes no work" for worker_id in self._listed if self._drains(worker_id)}

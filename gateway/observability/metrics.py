@@ -1,11 +1,13 @@
 """What the gateway counts, as Prometheus text."""
 
 from collections.abc import Iterator, Mapping
+from itertools import product
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from coordinator.migration_policy import MigrationReason
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.error_codes import KNOWN
 from gateway.generation.time_account import non_overlapped_transfer_s, stage_seconds
@@ -66,10 +68,10 @@ class _Counts(Collector):
             count = getattr(self._dispatch, f"num_{name}")
             yield CounterMetricFamily(f"tandem_gateway_{name}", f"{name} since the start", value=count)
         migrations = CounterMetricFamily(
-            "tandem_gateway_migrations", "answers that were to move to another worker", labels=["outcome"]
+            "tandem_gateway_migrations", "answers that were to move to another worker", labels=["outcome", "reason"]
         )
-        migrations.add_metric(["committed"], self._dispatch.migrations.num_committed)
-        migrations.add_metric(["failed"], self._dispatch.migrations.num_failed)
+        for outcome, reason in product(("committed", "failed"), MigrationReason):
+            migrations.add_metric([outcome, reason], self._dispatch.migrations.counts[outcome, reason])
         yield migrations
         for name, value in (("collections", COLLECTIONS.num), ("collection_seconds", COLLECTIONS.seconds)):
             yield CounterMetricFamily(f"tandem_gateway_{name}", "of the garbage collector", value=value)

@@ -29,6 +29,7 @@ codec           levels at which a link's KV is compressed, and how many times sm
 tiers           what keeps KV below a cache: what it holds, blocks loaded and forgotten a second, and its speed
 handoffs        requests between prefill and decode now: pages asked for, refused until some are free, granted while
                 chunks cross, committed and decoding
+migrations      running answers that moved to another worker a second, and for how long each was paused
 Rates and times are means over the last interval; - is what nobody has measured yet.
 """
 STYLES = {
@@ -47,6 +48,7 @@ LINK_COLUMNS = ("links", "by", "state", "codec", "MB of KV", "MB/s")
 TIER_COLUMNS = ("tiers", "of", "state", "GB", "blocks", "loaded/s", "evicted/s", "MB/s")
 HANDOFFS = {"RESERVING": "offered", "HELD": "waiting for pages", "TRANSFERRING": "granted", "COMMITTED": "committed"}
 """The states of the coordinator's table that a handoff passes -> their names in this view."""
+MOVED, PAUSED = "tandem_worker_migrations_committed_total", "tandem_worker_migration_pause_seconds_total"
 WIDE = 100
 
 
@@ -99,7 +101,8 @@ def view(before: Look, after: Look, width: int) -> Group:
     for port in sorted({int(row["port"] or 0) for row in after.rows}):
         rows = [row for row in after.rows if row["port"] == port]
         gap = 1 if width < WIDE else 3
-        made = [table(rows, before, after, gap) for table in (_gateways, _handoffs, _workers, _links, _tiers)]
+        views = (_gateways, _handoffs, _migrations, _workers, _links, _tiers)
+        made = [table(rows, before, after, gap) for table in views]
         parts += [part for table in made if table is not None for part in (table, Text())]
     return Group(*parts[:-1])
 
@@ -129,6 +132,19 @@ def _handoffs(rows: Sequence[ps.Row], before: Look, after: Look, gap: int) -> Te
     for state, name in HANDOFFS.items():
         number = int(states.get(state, 0))
         line.append(f"{' ' * (gap + 2)}{number} {name}", "bold not dim" if number else "dim")
+    return line
+
+
+def _migrations(rows: Sequence[ps.Row], before: Look, after: Look, gap: int) -> Text | None:
+    """Return a line about answers that moved, or None while none has."""
+    changes = [change(row, before, after) for row in rows if row["role"] in ps.WORKERS]
+    if not any(since.after.get(MOVED) for since in changes):
+        return None
+    rate = sum(since.rate(MOVED) or 0.0 for since in changes)
+    paused_s = sum(since.rate(PAUSED) or 0.0 for since in changes)
+    line = Text("migrations", "dim")
+    line.append(f"{' ' * (gap + 2)}{_number(rate, 1)}/s", "bold not dim" if rate else "dim")
+    line.append(f"{' ' * (gap + 2)}paused {_number(_ms(paused_s / rate if rate else None), 1)} ms each", "dim")
     return line
 
 

@@ -71,7 +71,7 @@ def test_answers_of_a_worker_that_drains_go_on_elsewhere_as_if_it_had_not(tmp_pa
         found, worker = asyncio.run(drained(system, model))
         assert same(found, expected)
         assert metric(system, "tandem_gateway_replays_total") == 0
-        assert metric(system, 'tandem_gateway_migrations_total{outcome="committed"}') >= 2
+        assert metric(system, 'tandem_gateway_migrations_total{outcome="committed",reason="drain"}') >= 2
         until(lambda: is_gone(worker["pid"]), SOON_S)
         until(lambda: all(get_json(f"{w['url']}/health")["core"]["is_clean"] for w in others(system, worker)), SOON_S)
 

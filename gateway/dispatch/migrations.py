@@ -1,13 +1,17 @@
-"""The migration of answers away from workers that drain, so that none is replayed or waited for."""
+"""The migration of running answers to other workers, as the policy orders it."""
 
 import asyncio
 import logging
+import random
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from contracts.errors import TandemError
-from contracts.ids import GatewayId, WorkerId
+from contracts.ids import Epoch, GatewayId, RequestId
+from contracts.node import Node
 from contracts.request import Route, WorkerRef
+from coordinator.migration_policy import MigrationOrder, MigrationPlanner, MigrationReason
 from coordinator.placement.policy import decode_need
 from gateway.dispatch.placement import Placement
 from gateway.dispatch.request_actions import Action
@@ -28,20 +32,34 @@ RETRY_S = 1.0
 Perform = Callable[[InflightRequest, Sequence[Action]], None]
 
 
-class DrainMigrations:
-    """Owned by the event loop. `perform`: does what has become of an answer."""
+class Migrations:
+    """Owned by the event loop. `perform`: does what has become of an answer.
 
-    def __init__(self, store: Placement, gateway_id: GatewayId, workers: WorkerPool, perform: Perform) -> None:
+    `counts`: by outcome and reason.
+    """
+
+    def __init__(
+        self,
+        store: Placement,
+        gateway_id: GatewayId,
+        workers: WorkerPool,
+        perform: Perform,
+        planner: MigrationPlanner,
+        rng: random.Random | None = None,
+    ) -> None:
         self._store, self._gateway_id, self._workers, self._perform = store, gateway_id, workers, perform
+        self._planner, self._rng = planner, rng or random.Random()
         self._tasks: set[asyncio.Task[None]] = set()
-        self.num_committed = self.num_failed = 0
+        self._reasons: dict[tuple[RequestId, Epoch], MigrationReason] = {}
+        self.counts: Counter[tuple[str, MigrationReason]] = Counter()
 
     async def run(self, live: Callable[[], Iterable[InflightRequest]]) -> None:
-        """Move what may be moved, until cancelled."""
+        """Move what is to move, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_PERIOD_S)
-            if draining := frozenset(self._workers.draining):
-                self._begin(live(), draining)
+            nodes = [Node(info=info, load=load, alive=True) for info, load in self._workers.loads]
+            if orders := self._planner.decide(nodes, time.monotonic()):
+                self._begin(list(live()), orders)
 
     async def stop(self) -> None:
         """Begin nothing more, and wait for what was begun."""
@@ -51,26 +69,36 @@ class DrainMigrations:
 
     def ended(self, live: InflightRequest, route: Route, is_moved: bool) -> None:
         """Count a migration, and give back the place that is not needed."""
-        self.num_committed += is_moved
-        self.num_failed += not is_moved
+        reason = self._reasons.pop((route.request_id, route.epoch))
+        self.counts["committed" if is_moved else "failed", reason] += 1
         if not is_moved:
             live.migrate_after_s = time.monotonic() + RETRY_S
         spawn_into(self._tasks, self._give_back(route, is_moved))
 
-    def _begin(self, answers: Iterable[InflightRequest], draining: frozenset[WorkerId]) -> None:
-        answers = list(answers)
+    def _begin(self, answers: list[InflightRequest], orders: Sequence[MigrationOrder]) -> None:
         num_left = MAX_AT_ONCE - sum(live.migration is not None or live.is_migration_placed for live in answers)
-        for live in answers:
-            source = live.source(time.monotonic()) if num_left > 0 else None
-            if source is not None and source.worker_id in draining:
-                num_left -= 1
+        now = time.monotonic()
+        for order in orders:
+            ready = [(live, ref) for live in answers if (ref := live.source(now)) and ref.worker_id == order.source]
+            # The youngest first: they have the most before them, and the least to be copied.
+            ready.sort(key=lambda each: (each[0].answer.num_tokens, len(each[0].answer.all_token_ids)))
+            num_moved = min(self._num_moved(order, len(ready)), num_left)
+            for live, ref in ready[: max(num_moved, 0)]:
                 live.is_migration_placed = True
-                spawn_into(self._tasks, self._migrate(live, source, draining))
+                spawn_into(self._tasks, self._migrate(live, ref, order))
+                num_left -= 1
 
-    async def _migrate(self, live: InflightRequest, source: WorkerRef, draining: frozenset[WorkerId]) -> None:
+    def _num_moved(self, order: MigrationOrder, num_ready: int) -> int:
+        """Return how many of our answers are to move.
+
+        A fraction counts by chance, so that gateways of few answers have their part.
+        """
+        return min(num_ready, int(order.share * num_ready + self._rng.random()))
+
+    async def _migrate(self, live: InflightRequest, source: WorkerRef, order: MigrationOrder) -> None:
         """Take a place elsewhere and send the jobs; events decide what becomes of it."""
         try:
-            route = await self._place(live, source, draining)
+            route = await self._place(live, source, order)
         finally:
             live.is_migration_placed = False
         if route is None:
@@ -78,6 +106,7 @@ class DrainMigrations:
         if not live.on_migration_placed(route):
             await self._give_back(route, is_moved=False)
             return
+        self._reasons[route.request_id, route.epoch] = order.reason
         job, error = live.migration_job(self._gateway_id, time.monotonic()), None
         asyncio.get_running_loop().call_later(TIMEOUT_S, self._give_up, live, route)
         log.debug("%s moves from %s to %s", live.request_id, source.worker_id, route.decode.worker_id)
@@ -88,14 +117,14 @@ class DrainMigrations:
                 error = sent if isinstance(sent, TandemError) else TandemError("a job could not be sent")
         self._perform(live, live.on_migration_sent(route, error))
 
-    async def _place(self, live: InflightRequest, source: WorkerRef, draining: frozenset[WorkerId]) -> Route | None:
+    async def _place(self, live: InflightRequest, source: WorkerRef, order: MigrationOrder) -> Route | None:
         num_left = live.answer.request.sampling.max_tokens - live.answer.num_tokens
         need_tokens = decode_need(len(live.answer.all_token_ids), num_left)
-        exclude = [*draining, *self._workers.strange, *self._workers.silent]
+        exclude = [*order.exclude, *self._workers.strange, *self._workers.silent]
         try:
             return await self._store.place_migration(live.request_id, live.take_epoch(), source, need_tokens, exclude)
         except TandemError as error:
-            log.info("%s stays on %s, which drains: %s", live.request_id, source.worker_id, error)
+            log.info("%s stays on %s (%s): %s", live.request_id, source.worker_id, order.reason, error)
             live.migrate_after_s = time.monotonic() + RETRY_S
             return None
 
