@@ -176,8 +176,8 @@ def choose(
     few = _cheapest(ready[:top], roomy[:top], num_tokens, need_tokens)
     pairs = few or _cheapest(ready, roomy, num_tokens, need_tokens)
     # Only with a prefill worker there, which it relieves: a pool that lost them all is to be noticed.
-    takers = [d for d in roomy[:top] if may_take_prompts(d)]
-    pairs = sorted([*pairs, *((d, d) for d in takers)], key=lambda pair: offer(*pair, num_tokens, need_tokens).cost_s)
+    if takers := [(d, d) for d in roomy[:top] if may_take_prompts(d)]:
+        pairs = sorted([*pairs, *takers], key=lambda pair: offer(*pair, num_tokens, need_tokens).cost_s)
     return [offer(p, d, num_tokens, need_tokens) for p, d in _first_workers(pairs, num_offered)]
 
 
