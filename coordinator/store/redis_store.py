@@ -2,16 +2,11 @@
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any
 
 from msgspec.msgpack import Decoder
-from redis.asyncio import BlockingConnectionPool, Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.commands.core import AsyncScript
-from redis.exceptions import AuthenticationError, ConnectionError, ReadOnlyError, RedisError, TimeoutError
+from redis.exceptions import AuthenticationError, ConnectionError, NoScriptError, RedisError, TimeoutError
 
 from contracts.codec import WIRE_VERSION, decoder, encode
 from contracts.errors import ConfigError, RegistryError
@@ -21,7 +16,8 @@ from coordinator import refusals
 from coordinator.placement import policy as placement
 from coordinator.request_states import RequestState, require_end
 from coordinator.store.local_server import hide_password
-from coordinator.store.lua_scripts import load_scripts
+from coordinator.store.lua_scripts import Script, load_scripts
+from coordinator.store.redis_connections import EXCHANGE_TIMEOUT_S, RedisConnections
 from coordinator.store.store import (
     ALIVE_S,
     STALE_RECORD_KEPT_S,
@@ -39,11 +35,7 @@ from coordinator.store.store import (
     to_counts,
 )
 
-TIMEOUT_S = 0.25
-"""Time of one exchange with Redis. Each call is repeated once on a fresh connection: all of them are idempotent."""
-CALL_TIMEOUT_S = 4 * TIMEOUT_S
-MAX_CONNECTIONS = 32
-"""More calls than this at once wait for one another: Redis runs scripts one at a time anyway."""
+CALL_TIMEOUT_S = 4 * EXCHANGE_TIMEOUT_S
 MAX_ROWS = 64
 """Workers read by one script: a fraction of a millisecond in which others wait at Redis."""
 PART_ROWS = 16
@@ -79,15 +71,13 @@ class RedisStore:
         stale_record_kept_s: float = STALE_RECORD_KEPT_S,
         observe: Observer = unobserved,
     ) -> None:
-        self._redis = _client(url)
+        self._connections = _connections(url)
         self._where = hide_password(url)
         self.prefix = f"tandem:{{{pool}}}:{WIRE_VERSION}:"
         self._alive_ms = int(alive_s * 1000)
         self._stale_record_kept_ms = int(stale_record_kept_s * 1000)
         self._observe = observe
-        self._scripts: dict[str, AsyncScript] = {
-            name: self._redis.register_script(source) for name, source in load_scripts().items()
-        }
+        self._scripts = load_scripts()
 
     async def join(self, info: NodeInfo, again: bool = False) -> bool:
         fields = _flat(_joined(info) | _loaded(NodeLoad()))
@@ -204,11 +194,11 @@ class RedisStore:
     async def recount(self) -> None:
         head, cursor = f"{self.prefix}req:", 0
         while True:
-            scan = self._redis.scan(cursor, match=f"{glob_escaped(head)}*", count=MAX_BATCH)  # pyright: ignore[reportUnknownMemberType]
+            scan = self._connections.call("SCAN", cursor, "MATCH", f"{glob_escaped(head)}*", "COUNT", MAX_BATCH)
             cursor, keys = await self._timed("scan", scan)
             if keys:
                 await self._run("adopt", ADOPTED_LEASE_MS, *(key.removeprefix(head.encode()) for key in keys))
-            if not cursor:
+            if not int(cursor):
                 break
         await self._run("recount")
 
@@ -219,22 +209,27 @@ class RedisStore:
         await self._run("resign", candidate)
 
     async def ping(self) -> None:
-        await self._timed("ping", self._redis.ping())  # pyright: ignore[reportUnknownMemberType]
+        await self._timed("ping", self._connections.call("PING"))
 
     async def close(self) -> None:
-        await self._redis.aclose()
+        await self._connections.close()
 
     async def _run(self, name: str, *args: Any) -> Any:
-        return await self._timed(name, self._scripts[name](keys=[self.prefix], args=args))
+        return await self._timed(name, self._evaluated(self._scripts[name], args))
+
+    async def _evaluated(self, script: Script, args: tuple[Any, ...]) -> Any:
+        try:
+            return await self._connections.call("EVALSHA", script.sha, 1, self.prefix, *args)
+        except NoScriptError:
+            return await self._connections.call("EVAL", script.source, 1, self.prefix, *args)
 
     async def _timed(self, name: str, call: Awaitable[Any]) -> Any:
         """Raises RegistryError; nothing of Redis leaves this class."""
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         try:
-            with _cancellable():
-                async with asyncio.timeout(CALL_TIMEOUT_S):
-                    return await call
+            async with asyncio.timeout(CALL_TIMEOUT_S):
+                return await call
         except AuthenticationError as error:  # a ConnectionError to Redis' client, but Redis did answer
             words = f"Redis at {self._where} wants another password, or user: {error}"
             raise RegistryError(words, "refuses") from error
@@ -247,40 +242,14 @@ class RedisStore:
             self._observe(name, loop.time() - began_s)
 
 
-@contextmanager
-def _cancellable() -> Generator[None, None, None]:
-    """Raise a cancel that comes inside at the end at the latest.
-
-    Redis' client waits by `asyncio.wait_for`, which before Python 3.12 forgets one that comes when what it waits for is
-    done: a loop of calls would go on for ever.
-    """
-    task = asyncio.current_task()
-    assert task is not None
-    num_cancels = task.cancelling()
-    try:
-        yield
-    finally:
-        if task.cancelling() > num_cancels:
-            raise asyncio.CancelledError
-
-
 def glob_escaped(words: str) -> str:
     """Return a pattern of Redis that stands for these words alone."""
     return re.sub(r"([\\*?\[\]^])", r"\\\1", words)
 
 
-def _client(url: str) -> Redis:
+def _connections(url: str) -> RedisConnections:
     try:
-        pool = BlockingConnectionPool.from_url(  # pyright: ignore[reportUnknownMemberType]
-            url,
-            max_connections=MAX_CONNECTIONS,
-            timeout=CALL_TIMEOUT_S,
-            socket_timeout=TIMEOUT_S,
-            socket_connect_timeout=TIMEOUT_S,
-            retry=Retry(NoBackoff(), 1),
-            retry_on_error=[ReadOnlyError],  # a replica since a failover: its name may lead elsewhere now
-        )
-        return Redis.from_pool(pool)
+        return RedisConnections(url)
     except ValueError as error:
         raise ConfigError(f"redis_url {hide_password(url)!r}: {error}") from error
 

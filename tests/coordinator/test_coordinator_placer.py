@@ -39,7 +39,7 @@ class FasterOthers(RedisStore):
         field = "pending" if self.side == "prefill" else "reserved"
         for route in claim.routes:
             worker_id = claim.workers[getattr(route, self.side)].worker_id
-            await self._redis.hset(f"{self.prefix}node:{worker_id}", field, 10_000_000)
+            await self._connections.call("HSET", f"{self.prefix}node:{worker_id}", field, 10_000_000)
         self.num_claims += bool(claim.routes)
         return await super().claim(claim, prefixes)
 
