@@ -282,7 +282,15 @@ OURS = [
         all_of(flashinfer, flashinfer_norm),
         "kernels.flashinfer:add_rmsnorm_quant",
     ),
-    Impl("attn_prefill", "triton", 20, all_of(triton, pow2_heads, half_only), f"{PREFILL}:attn_prefill", tunable=True),
+    Impl(
+        "attn_prefill",
+        "triton",
+        20,
+        all_of(triton, pow2_heads, half_only),
+        f"{PREFILL}:attn_prefill",
+        tunable=True,
+        prepare="kernels.triton.relaunch:BatchLauncher",
+    ),
     Impl(
         "mla_attention", "triton", 20, all_of(triton, pow2_heads, half_only), f"{PREFILL}:mla_attention", tunable=True
     ),

@@ -49,12 +49,13 @@ def compiled_ahead(progress: Callable[[int, int], None] = _silent, in_processes:
     launch, num_threads = JITFunction.run, min(len(os.sched_getaffinity(0)), _MAX_COMPILING)
     server, lent = CompileServerClient(), set[JITFunction[Any]]()
 
-    def compile_only(kernel: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+    def compile_only(kernel: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         if in_processes and kernel not in lent:
             lent.add(kernel)
             _ = kernel.device_caches[driver.active.get_current_device()]  # which sets what compiles it
             kernel.compile = server.compile
-        return launch(kernel, *args, grid=grid, warmup=True, **options)
+        launch(kernel, *args, grid=grid, warmup=True, **options)
+        # Not what it gives: kernels.triton.relaunch would launch that for the next layers.
 
     with closing(server), parsed_alone(), ThreadPoolExecutor(num_threads, "compile") as pool:
         JITFunction.run = compile_only

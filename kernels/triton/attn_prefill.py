@@ -18,6 +18,7 @@ from kernels.triton.attn_decode import attend
 from kernels.triton.attn_state import finish, fresh
 from kernels.triton.common import LOG2E
 from kernels.triton.prefill_parts import Parts, merge_parts, publish_rows, share_keys, state_nbytes
+from kernels.triton.relaunch import BatchLaunches
 
 
 @triton.jit(do_not_specialize=["max_pages", "parts", "span", "num_rows"])
@@ -257,12 +258,17 @@ def attn_prefill(
     q_starts: Tensor,
     kv_starts: Tensor, out: Tensor, workspace: Tensor, *, max_q: int, max_kv: int, sm_scale: float,
     k_scale: float = 1.0,
-    v_scale: float = 1.0, sinks: Tensor | None = None, lse: Tensor | None = None, prepared: None = None,
+    v_scale: float = 1.0, sinks: Tensor | None = None, lse: Tensor | None = None, prepared: BatchLaunches | None = None,
     plans: PlanTable = EMPTY,
 ) -> None:  # fmt: skip
-    rule = prefill_plan(spec, max_q, plans.cc)
-    plan = plans.pick(max_q, rule) if max_q >= 128 else rule  # tables are tuned for chunks that fill a tile
+    """`prepared`: of the batch, so that its layers launch alike."""
     sinks, lse = q if sinks is None else sinks, seq_lens if lse is None else lse
+    launches = (BatchLaunches() if prepared is None else prepared).of(
+        q.data_ptr(), q.shape, out.data_ptr(), block_table.data_ptr(), block_table.stride(0), seq_lens.data_ptr(),
+        seq_lens.shape, q_starts.data_ptr(), lse.data_ptr(), workspace.data_ptr(), workspace.shape, max_q, max_kv,
+        k_cache.stride(0), k_cache.data_ptr() % 16, v_cache.data_ptr() % 16, sinks.data_ptr() % 16,
+    )  # fmt: skip
+    plan = launches.once("plan", lambda: chosen_plan(spec, max_q, plans))
     args = (q, k_cache, v_cache, block_table, seq_lens, q_starts, sinks, out, lse, max_q, max_kv)
     scales = (sm_scale * k_scale * LOG2E.value, v_scale)
     step = max(128, spec.page)  # whole tiles, of whole pages
@@ -272,26 +278,39 @@ def attn_prefill(
     # Tiles that leave half of the card idle gain less by widened keys than by shared ones.
     needed = nbytes + (2 * state_nbytes(spec, q.shape[0]) if 2 * tiles <= plans.sm_count else 0)
     if not (plan.get("widen", True) and spec.kv == "e4m3" and not spec.window and max_q > 64):
-        parts = prefill_paged(spec, plan, *args, *scales, plans.sm_count, workspace)
+        parts = prefill_paged(launches, spec, plan, *args, *scales, plans.sm_count, workspace)
     elif needed <= workspace.numel():
         copies = workspace[:nbytes].view(torch.float16)
-        parts = prefill_widened(spec, plan, *args, *scales, plans.sm_count, workspace[nbytes:], copies, rows)
+        parts = prefill_widened(launches, spec, plan, *args, *scales, plans.sm_count, workspace[nbytes:], copies, rows)
     else:  # in tiles that shorter chunks take too, so that lack of room compiles nothing
-        parts = prefill_paged(spec, prefill_plan(spec, 64, plans.cc), *args, *scales, plans.sm_count, workspace)
+        short = prefill_plan(spec, 64, plans.cc)
+        parts = prefill_paged(launches, spec, short, *args, *scales, plans.sm_count, workspace)
     if parts.count > 1:
-        merge_parts(spec, parts, seq_lens, q_starts, sinks, out, lse, max_q, v_scale)
+        merge_parts(launches, spec, parts, seq_lens, q_starts, sinks, out, lse, max_q, v_scale)
+
+
+def chosen_plan(spec: AttnSpec, max_q: int, plans: PlanTable) -> Plan:
+    """Return the tiles for chunks of at most `max_q` rows: tables are tuned for those that fill a tile."""
+    rule = prefill_plan(spec, max_q, plans.cc)
+    return plans.pick(max_q, rule) if max_q >= 128 else rule
 
 
 def prefill_paged(
-    spec: AttnSpec, plan: Plan, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor,
+    launches: BatchLaunches, spec: AttnSpec, plan: Plan, q: Tensor, k_cache: Tensor, v_cache: Tensor,
+    block_table: Tensor, seq_lens: Tensor,
     q_starts: Tensor, sinks: Tensor, out: Tensor, lse: Tensor, max_q: int, max_kv: int, qk_scale: float,
     v_scale: float, sms: int, scratch: Tensor,
 ) -> Parts:  # fmt: skip
     batch, bm, pack, block = seq_lens.shape[0], plan["bm"], plan.get("pack", 1), min(plan["block"], spec.page)
-    parts = share_keys(spec, q.shape[0], max_q, max_kv, batch, bm, pack, block, sms, scratch)
-    attn_prefill_kernel[(triton.cdiv(max_q, bm // pack), spec.q_heads // pack, batch * parts.count)](
+    parts = launches.once(
+        "parts", lambda: share_keys(spec, q.shape[0], max_q, max_kv, batch, bm, pack, block, sms, scratch)
+    )
+    args = (
         q, k_cache, v_cache, block_table, seq_lens, q_starts, sinks, out, lse, parts.states, qk_scale, v_scale,
         k_cache.stride(0), block_table.stride(0), parts.count, parts.span, q.shape[0],
+    )  # fmt: skip
+    launches.launch(
+        attn_prefill_kernel, (triton.cdiv(max_q, bm // pack), spec.q_heads // pack, batch * parts.count), args,
         HQ=spec.q_heads, HKV=spec.kv_heads, D=spec.head_dim, PAGE=spec.page, BM=bm, PACK=pack, BLOCK=block,
         STAGES=plan["stages"], WINDOW=spec.window, SINKS=spec.sinks, LSE=spec.lse, HALF=spec.kv == "e4m3",
         num_warps=plan["warps"],
@@ -300,7 +319,8 @@ def prefill_paged(
 
 
 def prefill_widened(
-    spec: AttnSpec, plan: Plan, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor,
+    launches: BatchLaunches, spec: AttnSpec, plan: Plan, q: Tensor, k_cache: Tensor, v_cache: Tensor,
+    block_table: Tensor, seq_lens: Tensor,
     q_starts: Tensor, sinks: Tensor, out: Tensor, lse: Tensor, max_q: int, max_kv: int, qk_scale: float,
     v_scale: float, sms: int, scratch: Tensor, copies: Tensor, rows: int,
 ) -> Parts:  # fmt: skip
@@ -310,12 +330,13 @@ def prefill_widened(
     """
     batch, dim, heads, bm, block = seq_lens.shape[0], spec.head_dim, spec.kv_heads, plan["bm"], plan["block"]
     half = batch * heads * rows
-    k, v = copies.view(2, half, dim)
-    widen_kernel[(rows // spec.page, heads, batch)](
-        k_cache, v_cache, block_table, seq_lens, k, v, k_cache.stride(0), block_table.stride(0), rows,
+    k, v = launches.once("copies", lambda: copies.view(2, half, dim).unbind())
+    launches.launch(
+        widen_kernel, (rows // spec.page, heads, batch),
+        (k_cache, v_cache, block_table, seq_lens, k, v, k_cache.stride(0), block_table.stride(0), rows),
         HKV=heads, D=dim, PAGE=spec.page, num_warps=4,
     )  # fmt: skip
-    boxes = [TensorDescriptor(t, [half, dim], [dim, 1], [block, dim]) for t in (k, v)]
+    boxes = launches.once("boxes", lambda: [TensorDescriptor(t, [half, dim], [dim, 1], [block, dim]) for t in (k, v)])
     args = (q, *boxes, seq_lens, q_starts, sinks, out, lse)
     meta = dict(
         HQ=spec.q_heads, HKV=heads, D=dim, BM=bm, BLOCK=block, STAGES=plan["stages"], SINKS=spec.sinks, LSE=spec.lse,
@@ -323,12 +344,15 @@ def prefill_widened(
     )  # fmt: skip
     grid = (spec.q_heads, triton.cdiv(max_q, bm))
     if triton.next_power_of_2(max_q) * spec.q_heads > 2 * sms * bm:  # by class of chunks: each fills the card twice
-        attn_rows_kernel[(*grid, batch)](*args, qk_scale, v_scale, rows, **meta)
+        launches.launch(attn_rows_kernel, (*grid, batch), (*args, qk_scale, v_scale, rows), **meta)
         return Parts(1, rows, scratch)
-    parts = share_keys(spec, q.shape[0], max_q, max_kv, batch, bm, 1, block, sms, scratch)
-    attn_rows_parts_kernel[(*grid, batch * parts.count)](
-        *args, parts.states, qk_scale, v_scale, rows, parts.count, parts.span, q.shape[0], **meta
+    parts = launches.once(
+        "parts", lambda: share_keys(spec, q.shape[0], max_q, max_kv, batch, bm, 1, block, sms, scratch)
     )
+    launches.launch(
+        attn_rows_parts_kernel, (*grid, batch * parts.count),
+        (*args, parts.states, qk_scale, v_scale, rows, parts.count, parts.span, q.shape[0]), **meta,
+    )  # fmt: skip
     return parts
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kernels.specs import AttnSpec
 from kernels.triton.attn_state import finish, fresh
+from kernels.triton.relaunch import BatchLaunches
 
 # In keys: what a CTA costs beyond those it reads, what it costs to publish and merge a state, and the shortest part.
 START, MERGE, LEAST = 384, 320, 256
@@ -121,10 +122,11 @@ def merge_parts_kernel(
 
 
 def merge_parts(
-    spec: AttnSpec, parts: Parts, seq_lens: Tensor, q_starts: Tensor, sinks: Tensor, out: Tensor, lse: Tensor,
-    max_q: int, v_scale: float,
+    launches: BatchLaunches, spec: AttnSpec, parts: Parts, seq_lens: Tensor, q_starts: Tensor, sinks: Tensor,
+    out: Tensor, lse: Tensor, max_q: int, v_scale: float,
 ) -> None:  # fmt: skip
-    merge_parts_kernel[(max_q, spec.q_heads, seq_lens.shape[0])](
-        parts.states, seq_lens, q_starts, sinks, out, lse, v_scale, parts.count, parts.span, out.shape[0],
+    launches.launch(
+        merge_parts_kernel, (max_q, spec.q_heads, seq_lens.shape[0]),
+        (parts.states, seq_lens, q_starts, sinks, out, lse, v_scale, parts.count, parts.span, out.shape[0]),
         HQ=spec.q_heads, D=spec.head_dim, CHUNK=8, SINKS=spec.sinks, LSE=spec.lse, num_warps=1,
     )  # fmt: skip

@@ -32,6 +32,7 @@ from tests.engine.device_engines import FUSIBLE, prefilled, taken_over
 from tests.engine.driving import answers, drain, greedy, random_prompts, request, settings, tokens_of
 from tests.engine.quantized_models import LAYOUTS, save_quantized
 from tests.engine.tiny_models import VOCAB, save_mxfp4, save_tiny
+from tests.environment import import_path
 from tests.waiting import is_gone, until
 
 pytestmark = pytest.mark.slow
@@ -416,7 +417,7 @@ def _patched(monkeypatch, folder, code):
     where.mkdir()
     begin = "import sys\nif 'engine.cuda.rank_process' in ' '.join(sys.orig_argv):\n"
     (where / "sitecustomize.py").write_text(begin + textwrap.indent(textwrap.dedent(code), "    "))
-    monkeypatch.setenv("PYTHONPATH", f"{where}:{os.getcwd()}")
+    monkeypatch.setenv("PYTHONPATH", import_path(where, os.getcwd()))
 
 
 @pytest.mark.parametrize(("dtype", "sizes"), [("float8", (1, 2)), ("float32", (1, 4)), ("float32", (2, 4))])

@@ -21,6 +21,7 @@ from kernels.compile_server import frame
 from kernels.compiling import compiled_ahead
 from kernels.specs import NormSpec
 from kernels.triton.norm import add_rmsnorm_quant, norm_kernel
+from tests.environment import import_path
 from tests.kernels.aot import source_of
 from tests.kernels.compile_cases import CASES
 from tests.kernels.odd_kernels import Noise, Slow, make_kernel, wrong_kernel
@@ -211,7 +212,7 @@ def test_a_server_that_hangs_is_waited_for_no_longer_than_it_may(compiled, compi
 
 def start_server():
     command = [sys.executable, "-m", "kernels.compile_server", str(time.time() + 60)]
-    environ = os.environ | {"PYTHONPATH": os.getcwd()}
+    environ = os.environ | {"PYTHONPATH": import_path(os.getcwd())}
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ)
 
 

@@ -22,9 +22,11 @@ from kernels.specs import (
     MoESpec,
     MoveSpec,
     NormSpec,
+    QuantSpec,
     W4Spec,
     W8Spec,
 )
+from kernels.triton.relaunch import BatchLaunches
 
 pytestmark = pytest.mark.slow
 
@@ -100,10 +102,12 @@ def test_a_reason_against_names_what_is_wrong(op, spec, impl, machine, words):
     assert words in (registry.reason_against(found, spec) or "")
 
 
-def test_only_fa3_plans_a_batch_on_the_host():
+def test_fa3_plans_a_batch_on_the_host_and_triton_chooses_its_launches_once_a_batch():
     registry = catalog.registry(MACHINES["h200"], override={"attn_prefill": "triton"})
-    assert registry.preparer("attn_prefill", LLAMA)(None, [3], [9]) is None
-    assert [impl.name for impl in catalog.IMPLS if impl.prepare] == ["fa3"]
+    batches = [registry.preparer("attn_prefill", LLAMA)(None, [3], [9]) for _ in range(2)]
+    assert all(isinstance(batch, BatchLaunches) for batch in batches) and batches[0] is not batches[1]
+    assert [impl.name for impl in catalog.IMPLS if impl.prepare] == ["fa3", "triton"]
+    assert registry.preparer("argmax", QuantSpec(64, "none"))(None, [3], [9]) is None
 
 
 def test_a_preparer_is_made_for_the_spec_and_called_with_the_batch():
@@ -154,7 +158,7 @@ def test_what_flashinfer_cannot_build_is_passed_over_with_one_warning(monkeypatc
     for _ in range(2):
         assert registry.built("attn_prefill", LLAMA).name == "triton"
         assert registry.get("attn_prefill", LLAMA).func.__module__ == "kernels.triton.attn_prefill"
-        assert registry.preparer("attn_prefill", LLAMA)(None, [3], [9]) is None
+        assert isinstance(registry.preparer("attn_prefill", LLAMA)(None, [3], [9]), BatchLaunches)
     (warning,) = caplog.messages
     assert re.search(words, warning) and warning.startswith("attn_prefill runs as triton") and "nvcc" in warning
     assert len(builds) == 1

@@ -20,6 +20,7 @@ from contracts.errors import ConfigError
 from tandem.local.child import ChildProcess, ChildState, ProcessSpec, ready_file
 from tandem.local.signals import SignalInbox
 from tandem.local.supervisor import Supervisor
+from tests.environment import import_path
 from tests.full_disk import small_disk
 from tests.waiting import is_gone, until
 
@@ -90,7 +91,7 @@ def service(name: str, stage: int, *options: str, **more: object) -> dict:
 
 
 def _env() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(ROOT)}
+    return os.environ | {"PYTHONPATH": import_path(ROOT)}
 
 
 def test_stages_start_in_order_and_all_end_on_ctrl_c(supervise: Callable[[list[dict]], Run]) -> None:

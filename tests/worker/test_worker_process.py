@@ -12,7 +12,7 @@ import pytest
 from bench.system.local_system import get_json
 from contracts.codec import frame
 from tests.e2e.tiny import save_tiny
-from tests.environment import plain_environment
+from tests.environment import import_path, plain_environment
 from tests.waiting import is_gone, until
 from tests.worker.worker_rig import DEADLINE_S, registry, running_worker
 from worker.messages import Start, Stop
@@ -111,7 +111,7 @@ def test_a_model_that_is_not_there_is_one_line(tmp_path):
 def test_a_core_that_fails_ends_the_worker_though_its_own_end_takes_for_ever(model, tmp_path, monkeypatch):
     """Giving back a GPU's memory may wait for another GPU for ever."""
     (tmp_path / "sitecustomize.py").write_text(_FAILS)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.getcwd()}")
+    monkeypatch.setenv("PYTHONPATH", import_path(tmp_path, os.getcwd()))
     _, words = start("--model", model).communicate(timeout=DEADLINE_S)
     assert "RuntimeError: no memory is left" in words
     assert "ended with code 1" in words
