@@ -158,10 +158,10 @@ class TierLoader:
             self._pass_on(load)
 
     def _next(self) -> tuple[BlockLoad, int] | None:
-        """Wait for a load; a store that is off is asked meanwhile, for nobody else asks it then."""
+        """Wait for a load; a tier that is off is asked meanwhile, for nobody else asks it then."""
         while True:
             try:
-                return self._queue.get(timeout=None if self.tier.is_local else PROBE_PERIOD_S)
+                return self._queue.get(timeout=PROBE_PERIOD_S)
             except queue.Empty:
                 if not self.tier.is_on:
                     self.tier.lookup([_PROBE])
