@@ -1,5 +1,7 @@
 """The messages between a worker's front and its engine core: msgpack frames on a socket pair."""
 
+import math
+
 import msgspec
 
 from contracts.events import Event
@@ -29,9 +31,13 @@ class Work(msgspec.Struct, frozen=True, tag="work"):
 
 
 class GatewayGone(msgspec.Struct, frozen=True, tag="gateway_gone"):
-    """The loss of a gateway, whose event stream closed and was not reopened: its answers have no reader."""
+    """The end of a gateway's event stream, at `broken_s` by the clock of Work: answers of before have no reader.
+
+    Those of jobs that were taken later have one, if it opened another stream.
+    """
 
     gateway_id: GatewayId
+    broken_s: float = math.inf
 
 
 class KnownPeers(msgspec.Struct, frozen=True, tag="peers"):

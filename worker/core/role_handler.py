@@ -44,6 +44,11 @@ class Attempt:
     recent: deque[Token] = field(default_factory=lambda: deque(maxlen=MAX_RECENT_TOKENS))
 
     @property
+    def taken_s(self) -> float:
+        """Return when its job was taken; see messages.Work."""
+        return self.deadline_s - self.job.timeout_s
+
+    @property
     def id(self) -> AttemptId:
         return self.job.request_id, self.job.epoch
 
