@@ -16,9 +16,9 @@ import aiohttp
 from bench.load.client import GREEDY, random_prompt
 
 VOCABULARY = 32_000
-FIRST_TOKENS = (40, 120, 250)
-NEXT_TOKENS = (8, 25, 60)
-ANSWER_TOKENS = (4, 8, 16, 33, 60)
+FIRST_TOKENS = (33, 65, 130)
+NEXT_TOKENS = (8, 20, 40)
+ANSWER_TOKENS = (4, 8, 8, 16, 16, 48)
 NUM_AT_ONCE = 16
 """Conversations that are held at the same time for their right answers: no bit depends on what else is in a batch."""
 ASK_TIMEOUT_S = 120.0

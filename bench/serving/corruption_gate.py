@@ -47,6 +47,8 @@ SHARE_OF_OUTAGES = 0.08
 """Of disks and of the store, of the others."""
 SLOW_HOSTS = ("p1", STORE_HOST)
 """Those whose KV is compressed; between the others workers pull prefixes before they have computed them."""
+NUM_BEGUN = 30
+"""Their KV is about eight times what a worker's cache holds."""
 MEAN_PAUSE_S = 0.6
 """Between two faults of records, so that they take about as long as the others beside them."""
 COMMON = {"TANDEM_NUM_THREADS": "1", "TANDEM_DTYPE": "float32"}
@@ -124,8 +126,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--conversations", type=int, default=500)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--faults", type=int, default=1000, help="the conversations go on until as many were made")
-    parser.add_argument("--kv-cache-mib", type=int, default=48, help="of each worker; a turn needs up to 20")
-    parser.add_argument("--clients", type=int, default=6, help="how many ask at the same time")
+    parser.add_argument("--kv-cache-mib", type=int, default=32, help="of each worker; a turn needs up to 16")
+    parser.add_argument("--clients", type=int, default=8, help="how many ask at the same time")
     parser.add_argument("--transfer", default="tcp", help="only tcp is compressed, and wholly goes over the network")
     parser.add_argument("--rate-mbit", type=float, default=200.0, help="of the links of p1 and the store; 0: unlimited")
     parser.add_argument("--options", nargs="*", default=[], help="further NAME=VALUE settings of the workers")
@@ -199,8 +201,13 @@ class Table:
         return sum(conversation.num_done < len(conversation.turns) for conversation in self._all)
 
     def take(self) -> KnownConversation | None:
-        """Return one with a turn left, or None once all have ended and all faults were made."""
+        """Return one with a turn left, or None once all have ended and all faults were made.
+
+        At most NUM_BEGUN are between their first turn and their last, so that a turn finds the one before it below.
+        """
         waiting = [one for one in self._free if one.num_done < len(one.turns)]
+        begun = [one for one in waiting if one.num_done]
+        waiting = begun if len(begun) >= NUM_BEGUN else waiting
         if not waiting and not self.is_struck and self._free:
             self.num_rounds += 1
             for conversation in self._free:
