@@ -86,11 +86,13 @@ class FaultyDisk:
         """Mount it. Raises RuntimeError if that fails."""
         self._unmount()
         command = [sys.executable, "-m", __name__, str(self.folder), str(self.mount), str(self._state_file)]
-        self._process = subprocess.Popen(die_with_parent(command), stdin=subprocess.DEVNULL)
+        log = self.mount.with_name(f"{self.mount.name}.log")
+        with log.open("ab") as said:
+            self._process = subprocess.Popen(die_with_parent(command), stdin=subprocess.DEVNULL, stderr=said)
         deadline_s = time.monotonic() + START_TIMEOUT_S
         while not os.path.ismount(self.mount):
             if self._process.poll() is not None or time.monotonic() > deadline_s:
-                raise RuntimeError(f"no FUSE file system at {self.mount}")
+                raise RuntimeError(f"no FUSE file system at {self.mount}: {log.read_text()[-500:]}")
             time.sleep(_POLL_S)
 
     def pull_out(self) -> None:
