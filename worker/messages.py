@@ -31,9 +31,9 @@ class Work(msgspec.Struct, frozen=True, tag="work"):
 
 
 class GatewayGone(msgspec.Struct, frozen=True, tag="gateway_gone"):
-    """The end of a gateway's event stream, at `broken_s` by the clock of Work: answers of before have no reader.
+    """The end of a gateway's event stream, after which its answers have no reader.
 
-    Those of jobs that were taken later have one, if it opened another stream.
+    `broken_s`: when, by the clock of Work. Answers to jobs that were taken later have another stream.
     """
 
     gateway_id: GatewayId

@@ -42,15 +42,15 @@ ROLES = {"p0": "prefill", "p1": "prefill", "d0": "decode", "d1": "decode"}
 REST_TIMEOUT_S = 90.0
 PROGRESS_S = 30.0
 SHARE_OF_LONG_FAULTS = 0.09
-"""Of services and of the network, of all faults."""
+"""The share of faults of services and of the network."""
 SHARE_OF_OUTAGES = 0.08
-"""Of disks and of the store, of the others."""
+"""The share of faults of disks and of the store among the others."""
 SLOW_HOSTS = ("p1", STORE_HOST)
-"""Those whose KV is compressed; between the others workers pull prefixes before they have computed them."""
+"""The hosts whose KV is compressed; between the others prefixes are pulled sooner than computed."""
 NUM_BEGUN = 30
-"""Their KV is about eight times what a worker's cache holds."""
+"""The conversations under way, whose KV is about eight times what a worker's cache holds."""
 MEAN_PAUSE_S = 0.6
-"""Between two faults of records, so that they take about as long as the others beside them."""
+"""The pause between two faults of records: they take about as long as the others beside them."""
 COMMON = {"TANDEM_NUM_THREADS": "1", "TANDEM_DTYPE": "float32"}
 COUNTED = {
     "kv_loaded_blocks": "blocks",

@@ -1,4 +1,4 @@
-"""The places where a system under test keeps KV, and the network that joins them: all of them can fail.
+"""The places where a system under test keeps KV, and its network, all of which can fail.
 
 What this machine has no right or no program for is left out, with a word about it.
 """

@@ -152,7 +152,10 @@ async def damage_memory(kept: KeptKV, rng: random.Random) -> bool:
     alive = [name for name in kept.services.workers if kept.services.is_alive(name)]
     if not alive:
         return False
-    pid = kept.services.facts(rng.choice(alive))["core_pid"]
+    try:
+        pid = kept.services.facts(rng.choice(alive))["core_pid"]
+    except FileNotFoundError:  # it is being started again
+        return False
     return await asyncio.to_thread(turn_bit_of, pid, rng, int(HOST_GIB * 2**30 * 0.9))
 
 

@@ -14,7 +14,7 @@ from bench.system.faulty_disk import BROKEN, READ_ONLY, DiskState
 
 HOLDS_S = (0.2, 1.0, 4.0)
 DELAYS_S = (0.02, 0.2, 1.0)
-"""Of one call of the file system; a block takes about ten."""
+"""The delays of one call of the file system; a block takes about ten."""
 STORE_MBIT = (0.5, 5.0)
 
 

@@ -31,7 +31,7 @@ def _one_worker(fault: Callable[[Network, str], AbstractContextManager[None]]) -
 
 
 async def cut_one_way(services: Services, rng: random.Random) -> None:
-    """Cut one direction: between the workers of a pair, or between a worker and all services on the router."""
+    """Cut one direction between the workers of a pair, or between a worker and all others."""
     assert services.network is not None
     prefill, decode = a_pair(services, rng)
     worker = a_worker(services, rng)

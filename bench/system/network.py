@@ -1,4 +1,4 @@
-"""Hosts of one machine that a network joins which can be cut, slow, or wrong: a network namespace for each.
+"""The hosts of a network that can be cut, slow or wrong, in network namespaces of one machine.
 
     with Network(["p0", "d0"]) as network, network.dropped("p0", "d0"):
         subprocess.run([*network.command("p0"), "curl", f"http://{network.router}:8000"])
@@ -93,7 +93,10 @@ class Network:
 
     @contextmanager
     def dropped(self, sender: str, receiver: str) -> Iterator[None]:
-        """Drop without a word what the one sends the other; an empty name stands for everybody, the router as well."""
+        """Drop without a word what the one sends the other.
+
+        An empty name stands for everybody, the router as well.
+        """
         # What the router itself sends passes only the last hook, what it takes only the first.
         hook = "prerouting" if sender else "postrouting"
         with self._rule(hook, *self._between(sender, receiver), "drop"):

@@ -75,7 +75,10 @@ class EventStreams:
                 self._close(gateway_id)
 
     def broken(self, grace_s: float) -> list[tuple[GatewayId, float]]:
-        """Return whose streams ended more than `grace_s` ago, and when, each once; also if there is another by now."""
+        """Return whose streams ended more than `grace_s` ago, and when, each once.
+
+        It does not matter whether there is another by now.
+        """
         limit = time.monotonic() - grace_s
         broken = [one for one in self._breaks if one[1] <= limit]
         self._breaks = self._breaks[len(broken) :]
