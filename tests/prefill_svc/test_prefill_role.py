@@ -16,7 +16,7 @@ from contracts.ids import BlockId, Epoch, Incarnation, RequestId
 from engine.messages import ChunkDone, ChunkScheduled, Ended, Sampled, StepOutput
 from kv_transfer.events import Drained, MessageReceived, PeerDisconnected
 from prefill_svc.prefill_role import PrefillRole
-from tests.path.scripted import NOTHING, D, P, Remembering, ScriptedEngine, first_token, opened
+from testing.scripted_worker_parts import NOTHING, D, P, Remembering, ScriptedEngine, first_token, opened
 from worker.core.attempt_table import AttemptTable
 
 R, E = RequestId("r"), Epoch(1)

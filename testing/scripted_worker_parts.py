@@ -1,4 +1,4 @@
-"""An engine and a node that only remember what a role told them, for tests of one role alone. Not a test."""
+"""An engine and a node that only remember what a role told them, for tests of one role alone."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +10,7 @@ from contracts.layout import KVLayout
 from contracts.request import Job, Route
 from contracts.sampling import SamplingParams
 from engine.messages import EngineRequest, Reservation, StepOutput
-from tests.path.twins import LAYOUT, worker_ref
+from testing.worker_twins import LAYOUT, worker_ref
 from worker.core.attempt_table import AttemptTable
 from worker.core.role_handler import Attempt
 
