@@ -30,10 +30,14 @@ class Remembering:
         """(peer, request, epoch) is `under_way`."""
         return attempt in self.under_way
 
+    def loss_from(self, peer_id: Any) -> str:
+        """Nothing is compressed."""
+        return ""
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return lambda *arguments: self.calls.append((name, arguments))
+        return lambda *arguments, **named: self.calls.append((name, (*arguments, *named.values())))
 
     def told(self, name: str) -> list[tuple]:
         return [arguments for found, arguments in self.calls if found == name]

@@ -278,7 +278,7 @@ class FakeNode:
         self._network.send(self.me, peer.worker_id, offer)
 
     def send_chunk(
-        self, peer_id: WorkerId, request_id, epoch, index, first_token, num_tokens, src_pages, checksums=None
+        self, peer_id: WorkerId, request_id, epoch, index, first_token, num_tokens, src_pages, checksums=None, loss=""
     ) -> None:
         assert len(src_pages) == LAYOUT.num_blocks(num_tokens)
         header = ChunkHeader(request_id, epoch, index, first_token, num_tokens, LAYOUT.layout_id, num_tokens, 0)
@@ -309,6 +309,10 @@ class FakeNode:
     def grant(self, peer_id: WorkerId, grant: Grant) -> None:
         self._grants[grant.request_id, grant.epoch] = grant
         self._network.send(self.me, peer_id, grant)
+
+    def loss_from(self, peer_id: WorkerId) -> str:
+        """Nothing is compressed."""
+        return ""
 
     def wait(self, peer_id: WorkerId, message: Wait) -> None:
         self._network.send(self.me, peer_id, message)

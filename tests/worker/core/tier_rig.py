@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -72,9 +73,9 @@ def answer(engine: Engine, prompt: Sequence[int], name: str, sampling: SamplingP
     return tokens_of(drain(engine, 20_000), name)
 
 
-def cached_tokens(engine: Engine, prompt: Sequence[int], name: str) -> tuple[int, list[int]]:
-    """Return how much of the prompt was not computed, and the answer."""
-    engine.submit(request(name, prompt, greedy()))
+def cached_tokens(engine: Engine, prompt: Sequence[int], name: str, loss: str = "") -> tuple[int, list[int]]:
+    """Return how much of the prompt was not computed, and the answer. `loss`: of the KV that it takes."""
+    engine.submit(replace(request(name, prompt, greedy()), loss=loss))
     outputs = drain(engine, 20_000)
     (started,) = [start for output in outputs for start in output.started if start.request_id == name]
     return started.cached_tokens, tokens_of(outputs, name)
