@@ -1,4 +1,7 @@
-"""Ends what dead gateways and workers left, on a timer of its own, while this process is the leader."""
+"""Declares silent workers dead and ends what they and dead gateways left, by a timer, while this process leads.
+
+The script that does it in Redis is store/lua/reap.lua.
+"""
 
 import asyncio
 import contextlib

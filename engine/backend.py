@@ -12,8 +12,8 @@ from contracts.events import Token
 from contracts.ids import BlockId
 from contracts.layout import KVLayout
 from engine.messages import PageChecksums
+from engine.sampling.host_sampler import Sampler
 from engine.sampling.prompt_logprobs import Scores
-from engine.sampling.sampler import Sampler
 from engine.sampling.token_masks import TokenMasks
 from engine.scheduler.batch import ScheduledChunk
 from engine.sequence import Sequence

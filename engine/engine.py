@@ -25,6 +25,7 @@ from contracts.ids import RequestId
 from contracts.layout import KVLayout
 from engine.answer_export import AnswerExport
 from engine.backend import Backend
+from engine.batch_sampling import TokenDraws
 from engine.cache.block_pool import BlockPool
 from engine.cache.deferred_release import DeferredRelease
 from engine.cache.load_plan import LowerTiers
@@ -43,7 +44,6 @@ from engine.settings import EngineSettings
 from engine.stats import engine_stats
 from engine.step_pipeline import StepPipeline
 from engine.stop_check import StopCheck
-from engine.token_draws import TokenDraws
 
 _UNOBSERVED = StepObserver()
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence as SequenceOf
 from itertools import accumulate
 
 from engine.backend import Runner
+from engine.batch_sampling import TokenDraws
 from engine.cache.block_pool import BlockPool
 from engine.cache.deferred_release import DeferredRelease
 from engine.forward_pass import ForwardPass
@@ -24,7 +25,6 @@ from engine.sequence import Sequence, Status
 from engine.sequence_table import SequenceTable
 from engine.stats import StepCounters
 from engine.stop_check import StopCheck
-from engine.token_draws import TokenDraws
 
 _log = logging.getLogger(__name__)
 

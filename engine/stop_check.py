@@ -1,7 +1,7 @@
 """The end of an answer: a token that stops it, or its length."""
 
 from contracts.events import FinishReason
-from engine.sampling.sampler import Sampler
+from engine.sampling.host_sampler import Sampler
 from engine.sequence import Sequence
 
 

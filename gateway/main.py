@@ -14,7 +14,7 @@ from coordinator.store.connect import connect
 from coordinator.store.store import Store
 from gateway.console.routes import add_console
 from gateway.dispatch.dispatcher import Dispatcher
-from gateway.dispatch.placement import StorePlacement
+from gateway.dispatch.registry_client import StorePlacement
 from gateway.http.app import make_app
 from gateway.http.context import AppContext
 from gateway.http.server import http_config

@@ -37,7 +37,7 @@ from engine.engine import Engine
 from engine.loader import load_device_engine
 from engine.messages import EngineRequest
 from engine.model_loader.checkpoint_weights import TensorSlice
-from engine.sampling.sampler import Sampler
+from engine.sampling.host_sampler import Sampler
 from engine.settings import EngineSettings
 from kernels import caps
 from models.config import Experts, ModelConfig

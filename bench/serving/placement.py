@@ -198,7 +198,7 @@ async def _place(given: dict[str, Any]) -> dict[str, Any]:
 
     from contracts.ids import Epoch, GatewayId, RequestId
     from coordinator.store.redis_store import RedisStore
-    from gateway.dispatch.placement import StorePlacement
+    from gateway.dispatch.registry_client import StorePlacement
 
     gateway = f"gateway-{given['seed']}-{given['reads']}"
     store = RedisStore(given["url"], "bench")

@@ -1,4 +1,7 @@
-"""The index of tensors in safetensors files, checked before anything is loaded."""
+"""The index of tensors in safetensors files, checked before anything is loaded.
+
+engine.model_loader.checkpoint_weights reads the tensors.
+"""
 
 import json
 from pathlib import Path

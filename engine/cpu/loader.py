@@ -14,7 +14,7 @@ from engine.cpu.linear import FORMATS
 from engine.cpu.runner import CpuRunner
 from engine.cpu.weight_loader import load_weights
 from engine.model_loader.checkpoint_weights import open_weights
-from engine.sampling.sampler import Sampler
+from engine.sampling.host_sampler import Sampler
 from engine.settings import EngineSettings
 from process.memory_limit import available_nbytes
 

@@ -1,7 +1,7 @@
 """The next token of each sequence, drawn on the device.
 
 The draw is a function of (seed, choice, position, token) alone, so it is the same in any batch; it is not the CPU
-engine's, which inverts the cumulative distribution.
+engine's, which inverts the cumulative distribution. The kernel is kernels/triton/sampling.py.
 """
 
 from collections.abc import Sequence as SequenceOf
@@ -17,7 +17,7 @@ from engine.cuda.inputs.decode_state import DecodeState, pack
 from engine.cuda.inputs.sampling_columns import columns, is_greedy
 from engine.cuda.runtime.process_group import SINGLE_PROCESS, ProcessGroup
 from engine.cuda.runtime.upload import upload, upload_all
-from engine.sampling.sampler import Sampler, with_asked_logprobs
+from engine.sampling.host_sampler import Sampler, with_asked_logprobs
 from engine.sampling.token_masks import NO_MASKS, MaskMemory, TokenMasks
 from engine.sequence import Sequence
 from kernels.registry import Registry

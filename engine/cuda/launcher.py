@@ -24,7 +24,7 @@ from engine.cuda.inputs.batch_inputs import DeviceBatch, PromptRows, Queries, Sa
 from engine.cuda.inputs.decode_state import DecodeState
 from engine.cuda.kv.kv_cache import DeviceCache, LayerCache
 from engine.cuda.model.attention import DeviceAttention, in_two
-from engine.cuda.model.pass_rows import Attend, QueryRows
+from engine.cuda.model.forward_inputs import Attend, QueryRows
 from engine.cuda.model.transformer import Transformer
 from engine.cuda.model.weights import AttentionWindow
 from engine.cuda.runtime.graph_capture import GraphSet, Launch, capturing, expected_nbytes, free_nbytes

@@ -31,9 +31,9 @@ from engine.cuda.launcher import Launcher
 from engine.cuda.model.attention import DeviceAttention, attention_specs
 from engine.cuda.model.calibration import TEXT, Scales, calibrate, compute_prompt
 from engine.cuda.model.format_choice import resolve_device_dtype, smooths_keys
+from engine.cuda.model.forward_inputs import Rows
 from engine.cuda.model.fused_decode import FusedDecode, is_fusible
 from engine.cuda.model.number_formats import DEVICE_FORMATS, DeviceFormat
-from engine.cuda.model.pass_rows import Rows
 from engine.cuda.model.required_kernels import require_kernels
 from engine.cuda.model.transformer import Transformer
 from engine.cuda.model.tuned_plans import agreed_plans

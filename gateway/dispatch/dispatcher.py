@@ -12,9 +12,9 @@ from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.request import Cancel, JobMessage, Route, WorkerRef
 from coordinator.migration_policy import DEFAULT_REASONS, MigrationPlanner, MigrationPolicy
 from coordinator.request_states import RequestState
-from gateway.dispatch.client_words import for_clients
+from gateway.dispatch.client_error_messages import for_clients
 from gateway.dispatch.migrations import Migrations
-from gateway.dispatch.placement import Placement, PlaceUnknown
+from gateway.dispatch.registry_client import Placement, PlaceUnknown
 from gateway.dispatch.request_actions import (
     Action,
     AwaitDecode,

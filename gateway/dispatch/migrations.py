@@ -13,7 +13,7 @@ from contracts.node import Node
 from contracts.request import Route, WorkerRef
 from coordinator.migration_policy import MigrationOrder, MigrationPlanner, MigrationReason
 from coordinator.placement.policy import decode_need
-from gateway.dispatch.placement import Placement
+from gateway.dispatch.registry_client import Placement
 from gateway.dispatch.request_actions import Action
 from gateway.dispatch.request_state_machine import InflightRequest
 from gateway.dispatch.worker_pool import WorkerPool

@@ -13,7 +13,7 @@ from contracts.ids import GatewayId, WorkerId
 from contracts.node import Node, NodeInfo, NodeLoad, WorkerRole
 from contracts.request import Job, JobMessage, WorkerRef
 from gateway.dispatch.compatibility import incompatible_workers
-from gateway.dispatch.placement import Placement
+from gateway.dispatch.registry_client import Placement
 from gateway.dispatch.worker_link import OnEvent, OnLost, WorkerLink
 from service.outage_log import OutageLog
 from service.tasks import spawn_into

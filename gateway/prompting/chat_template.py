@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from checkpoint import Checkpoint
 from contracts.errors import RequestError
 from gateway.grammar.compile_sandbox import CompileSandbox
-from gateway.prompting.lost_text import SentText, first_lost, sent_texts
+from gateway.prompting.dropped_text_check import SentText, first_lost, sent_texts
 from gateway.prompting.message_rewriting import (
     foldings,
     with_known_roles,

@@ -7,7 +7,7 @@ import msgspec
 from contracts.errors import RequestError
 from gateway.json_decoding import words_of
 from gateway.prompting.request_fields import Message
-from gateway.tool_calling.made_arguments import arguments_of, is_text
+from gateway.tool_calling.past_call_arguments import arguments_of, is_text
 from gateway.tool_calling.tool_choice import MadeCall
 
 PlainMessage = dict[str, Any]

@@ -1,4 +1,7 @@
-"""The share of prompt and answer in the context."""
+"""The share of prompt and answer in the context.
+
+What a field alone may hold, request_fields says.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

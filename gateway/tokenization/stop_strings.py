@@ -1,4 +1,7 @@
-"""Stop strings in a text that arrives in pieces: what may be shown, and where it ends."""
+"""Stop strings in a text that arrives in pieces: what may be shown, and where it ends.
+
+generation.generation_state ends the answer by it.
+"""
 
 from collections.abc import Sequence
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TextIO
 
 from contracts.kv_store import BlockKey, BlockWorth
-from kv_transfer.tiers.eviction import EvictionPolicy
+from kv_transfer.tiers.eviction_policy import EvictionPolicy
 from kv_transfer.tiers.record_files import RecordFile, RecordFiles
 from kv_transfer.tiers.tier_stats import TierStats
 

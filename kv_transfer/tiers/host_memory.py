@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 
 from contracts.kv_store import BlockKey, BlockWorth
-from kv_transfer.tiers.eviction import EvictionPolicy
+from kv_transfer.tiers.eviction_policy import EvictionPolicy
 from kv_transfer.tiers.tier_stats import TierStats
 
 

@@ -1,7 +1,8 @@
 """The transport in which the receiver's copy engine reads pages out of the peer's memory.
 
 There is no staging, and no message carries a byte of a page. Its channels carry nothing: the sender reports chunks on
-the control connection (data_path.pull_receiver), and the receiver reads them. Only the receiver writes its pages, so it
+the control connection (data_path.pull_sender), and the receiver copies them (data_path.pull_receiver, by
+engine.cuda.kv.peer_pool). Here pools are exported and mapped. Only the receiver writes its pages, so it
 proves the end of an attempt by waiting for its own copies; the writes of another process were seen to arrive 5 ms after
 it was killed.
 """

@@ -1,4 +1,7 @@
-"""The command `tandem up`: a whole system on this machine, from its first process to its last."""
+"""The command `tandem up`: a whole system on this machine, from its first process to its last.
+
+local.system_plan says which processes there are.
+"""
 
 import json
 import os

@@ -12,8 +12,8 @@ from contracts.ids import RequestId
 from contracts.sampling import SamplingParams
 from engine.cuda.device_sampler import DeviceSampler, SamplingKernel
 from engine.cuda.loader import LOGIT_NBYTES
+from engine.sampling.host_sampler import Sampler
 from engine.sampling.logits_processors import LogitsAdjustment, LogitsProcessorState
-from engine.sampling.sampler import Sampler
 from engine.sampling.token_masks import GuidedRows
 from engine.sequence import Sequence
 from kernels import catalog

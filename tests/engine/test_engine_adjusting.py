@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from contracts.ids import RequestId
 from contracts.sampling import SamplingParams
+from engine.sampling.host_sampler import Sampler
 from engine.sampling.logits_processors import TokenCounts
-from engine.sampling.sampler import Sampler
 from engine.sampling.token_masks import NO_MASKS, TokenMasks
 from engine.sequence import Sequence
 

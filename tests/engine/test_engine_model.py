@@ -9,7 +9,7 @@ from checkpoint import open_checkpoint
 from contracts.errors import ConfigError, Overloaded, RequestError
 from contracts.events import FinishReason
 from engine.loader import load_engine
-from engine.sampling.sampler import Sampler
+from engine.sampling.host_sampler import Sampler
 from tests.engine.driving import answers, drain, greedy, needs_bfloat16, request, settings, tokens_of
 
 pytestmark = pytest.mark.slow

@@ -6,8 +6,8 @@ import torch
 
 from contracts.ids import RequestId
 from contracts.sampling import SamplingParams
+from engine.sampling.host_sampler import Sampler, filter_logits
 from engine.sampling.philox import philox, uniform
-from engine.sampling.sampler import Sampler, filter_logits
 from engine.sequence import Sequence
 
 pytestmark = pytest.mark.slow

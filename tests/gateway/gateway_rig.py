@@ -21,7 +21,7 @@ from contracts.request import Route
 from coordinator.request_states import RequestState
 from coordinator.store.store import Store
 from gateway.dispatch.dispatcher import Dispatcher
-from gateway.dispatch.placement import StorePlacement
+from gateway.dispatch.registry_client import StorePlacement
 from gateway.http.app import make_app
 from gateway.http.context import AppContext
 from gateway.http.server import Protocol

@@ -119,7 +119,7 @@ async def test_what_is_being_placed_when_the_gateway_stops_ends_too(checkpoint, 
 
 async def test_what_ends_while_the_store_is_away_gives_its_credits_back(checkpoint, store, monkeypatch):
     """The end is never told; the lease that it had runs out, whatever else the gateway keeps alive."""
-    monkeypatch.setattr("gateway.dispatch.placement.LEASE_S", 2.0)
+    monkeypatch.setattr("gateway.dispatch.registry_client.LEASE_S", 2.0)
     monkeypatch.setattr("gateway.dispatch.dispatcher.RENEW_PERIOD_S", 0.05)
 
     async def away(*args):

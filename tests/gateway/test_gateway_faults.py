@@ -597,7 +597,7 @@ async def test_leases_that_are_not_renewed_are_said_once_for_each_reason(checkpo
 
 @pytest.mark.parametrize("what", ["does not answer", "refuses"])
 async def test_clients_are_not_told_where_the_registry_is(checkpoint, monkeypatch, caplog, what):
-    monkeypatch.setattr("gateway.dispatch.placement.PATIENCE_S", 0.0)
+    monkeypatch.setattr("gateway.dispatch.registry_client.PATIENCE_S", 0.0)
     store = MemoryStore(alive_s=600.0)
     async with coordinated(checkpoint, pair(), store) as rig, rig.client() as client:
 
@@ -620,7 +620,7 @@ async def test_clients_are_not_told_where_the_registry_is(checkpoint, monkeypatc
 @pytest.mark.parametrize("is_taken", [True, False], ids=["the answer is lost", "the call is lost"])
 async def test_a_request_waits_for_a_registry_that_is_silent_for_a_moment(checkpoint, monkeypatch, is_taken):
     """On a busy host Redis may have no CPU for longer than a call waits."""
-    monkeypatch.setattr("gateway.dispatch.placement.PATIENCE_S", 60.0)
+    monkeypatch.setattr("gateway.dispatch.registry_client.PATIENCE_S", 60.0)
     store = MemoryStore(alive_s=600.0)
     async with coordinated(checkpoint, pair(), store) as rig, rig.client() as client:
         take, num_asked = store.claim, 0

@@ -14,7 +14,7 @@ from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.request import Route, WorkerRef
 from coordinator.migration_policy import MigrationOrder, MigrationReason
 from gateway.dispatch.migrations import LOOK_PERIOD_S, MAX_AT_ONCE, Migrations
-from gateway.dispatch.placement import Placement
+from gateway.dispatch.registry_client import Placement
 from gateway.dispatch.request_state_machine import InflightRequest
 from gateway.dispatch.worker_pool import WorkerPool
 from gateway.generation.generation_state import GenerationState

@@ -14,7 +14,7 @@ from contracts.ids import GatewayId, Incarnation, RequestId, WorkerId
 from contracts.node import WorkerRole
 from contracts.request import Cancel, Job
 from gateway.dispatch.dispatcher import Dispatcher
-from gateway.dispatch.placement import StorePlacement
+from gateway.dispatch.registry_client import StorePlacement
 from gateway.dispatch.request_state_machine import MAX_ATTEMPTS, MAX_REPLAYS, InflightRequest
 from gateway.generation.generation_state import GenerationState, OutputDelta
 from gateway.prompting.chat_template import Prompting

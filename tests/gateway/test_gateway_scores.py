@@ -19,7 +19,7 @@ from contracts.sampling import SamplingParams
 from coordinator.placement.prefixes import BLOCK_TOKENS
 from gateway.api.openai.completions import CompletionFormatter
 from gateway.api.openai.vllm_extensions import add_details
-from gateway.dispatch.placement import StorePlacement
+from gateway.dispatch.registry_client import StorePlacement
 from gateway.generation.generation_state import GenerationState, OutputDelta, ShownToken
 from gateway.prompting.chat_template import Prompting
 from gateway.prompting.generation_request import GenerationRequest

@@ -12,7 +12,7 @@ from coordinator.request_states import RequestState
 from coordinator.store.local_server import RedisServer
 from coordinator.store.redis_store import RedisStore
 from gateway.dispatch.dispatcher import Dispatcher
-from gateway.dispatch.placement import StorePlacement
+from gateway.dispatch.registry_client import StorePlacement
 from gateway.generation.generation_state import GenerationState
 from gateway.prompting.chat_template import Prompting
 from tests.coordinator.coordinator_rig import ask, assert_idle, credits, fresh_pool, pair, place
@@ -46,7 +46,7 @@ class Rig:
 
 @pytest.fixture
 async def one(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, checkpoint: Checkpoint) -> AsyncIterator[Rig]:
-    monkeypatch.setattr("gateway.dispatch.placement.PATIENCE_S", 0.0)
+    monkeypatch.setattr("gateway.dispatch.registry_client.PATIENCE_S", 0.0)
     async with muting(redis_server.port) as (port, sent):
         there = RedisStore(redis_server.url, fresh_pool())
         await pair(there)

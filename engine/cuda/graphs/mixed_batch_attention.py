@@ -14,7 +14,7 @@ from engine.cuda.inputs.buckets import batch_buckets
 from engine.cuda.inputs.decode_state import DecodeState
 from engine.cuda.kv.kv_cache import DeviceCache
 from engine.cuda.model.attention import DeviceAttention
-from engine.cuda.model.pass_rows import Attend
+from engine.cuda.model.forward_inputs import Attend
 from engine.cuda.model.transformer import Transformer
 from engine.cuda.runtime.graph_capture import Launch, Record
 

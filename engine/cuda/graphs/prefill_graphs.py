@@ -16,7 +16,7 @@ import torch
 from engine.cuda.graphs.prefill_rows import PrefillRows
 from engine.cuda.inputs.buckets import bucket_for, chunk_buckets
 from engine.cuda.kv.kv_cache import DeviceCache
-from engine.cuda.model.pass_rows import Advance
+from engine.cuda.model.forward_inputs import Advance
 from engine.cuda.model.transformer import Transformer
 from engine.cuda.runtime.graph_capture import Launch, Record
 

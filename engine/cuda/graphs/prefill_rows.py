@@ -4,7 +4,7 @@ import torch
 
 from engine.cuda.inputs.batch_inputs import PromptRows
 from engine.cuda.inputs.decode_state import DecodeState
-from engine.cuda.model.pass_rows import Rows
+from engine.cuda.model.forward_inputs import Rows
 from engine.cuda.runtime.upload import copy_all
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.cuda.inputs.batch_inputs import Queries, in_segments
 from engine.cuda.kv.kv_cache import LayerCache
-from engine.cuda.model.pass_rows import Attend, QueryRows
+from engine.cuda.model.forward_inputs import Attend, QueryRows
 from engine.cuda.model.weights import AttentionWindow
 from engine.cuda.runtime.upload import upload_all
 from kernels.registry import Registry

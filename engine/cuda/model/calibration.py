@@ -14,7 +14,7 @@ from contracts.sampling import SamplingParams
 from engine.cuda.inputs.batch_inputs import prompt_rows
 from engine.cuda.kv.kv_cache import DeviceCache
 from engine.cuda.model.attention import DeviceAttention
-from engine.cuda.model.pass_rows import Rows
+from engine.cuda.model.forward_inputs import Rows
 from engine.cuda.model.transformer import Transformer, without_sinks
 from engine.cuda.model.weights import MIN_SCALE
 from engine.cuda.runtime.upload import upload_all

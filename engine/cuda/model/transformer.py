@@ -16,11 +16,11 @@ from torch import Tensor
 
 from engine.backend import Written, ignore_progress
 from engine.cuda.kv.kv_cache import DeviceCache, LayerCache
+from engine.cuda.model.forward_inputs import Advance, Attend, QueryRows, Rows
 from engine.cuda.model.linear import QuantizedLinear, RowBuffer, Scaled, SplitKPartials, rounding, unrounded
 from engine.cuda.model.matrices import Matrix
 from engine.cuda.model.moe import DeviceMoE, ExpertWeights
 from engine.cuda.model.number_formats import E4M3, DeviceFormat
-from engine.cuda.model.pass_rows import Advance, Attend, QueryRows, Rows
 from engine.cuda.model.weights import DeviceLayerWeights, DeviceWeights, MlpWeights
 from engine.cuda.runtime.process_group import SINGLE_PROCESS, ProcessGroup
 from kernels.reference.quant import to_e4m3

@@ -5,7 +5,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 
 from gateway.api.error_body import error_body
 from gateway.api.openapi import LoadReply, ReadyReply, VersionReply, returns
-from gateway.dispatch.placement import nothing_placed
+from gateway.dispatch.registry_client import nothing_placed
 from gateway.http.context import Context
 from gateway.http.routes.head_route import HeadAnsweringRoute
 

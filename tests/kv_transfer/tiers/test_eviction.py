@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contracts.kv_store import BlockKey, BlockWorth
-from kv_transfer.tiers.eviction import EvictionPolicy
+from kv_transfer.tiers.eviction_policy import EvictionPolicy
 from tests.kv_transfer.tiers.block_samples import key_of, worth_of
 
 CAPACITY = 100

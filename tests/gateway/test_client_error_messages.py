@@ -8,7 +8,7 @@ import pytest
 from contracts import errors
 from contracts.events import Failed
 from contracts.ids import Epoch, RequestId
-from gateway.dispatch.client_words import WORDS, for_clients
+from gateway.dispatch.client_error_messages import WORDS, for_clients
 from tests.gateway.gateway_rig import gateway, pair
 
 pytestmark = pytest.mark.slow

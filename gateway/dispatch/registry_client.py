@@ -1,4 +1,7 @@
-"""The gateway's use of the coordinator's store: placing, ending and keeping its own requests."""
+"""The gateway's use of the coordinator's store: placing, ending and keeping its own requests.
+
+coordinator.placement chooses the workers, in this process; the store only claims them.
+"""
 
 import asyncio
 import logging

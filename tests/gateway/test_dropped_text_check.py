@@ -17,7 +17,7 @@ from contracts.errors import RequestError
 from gateway.api.openai.responses_input import to_chat
 from gateway.api.openai.schema import ResponsesRequest
 from gateway.prompting.chat_template import Prompting
-from gateway.prompting.lost_text import SentText, first_lost
+from gateway.prompting.dropped_text_check import SentText, first_lost
 from gateway.prompting.pipeline import prepare_chat
 from gateway.prompting.request_fields import ChatRequest
 from gateway.prompting.token_budget import ServingLimits

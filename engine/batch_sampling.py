@@ -10,7 +10,7 @@ from engine.in_flight import InFlightBatch
 from engine.messages import EngineFailure
 from engine.request_release import RequestRelease
 from engine.sampling.grammar_masks import Grammars
-from engine.sampling.sampler import Sampler
+from engine.sampling.host_sampler import Sampler
 from engine.sequence import Sequence
 from engine.sequence_table import SequenceTable
 

@@ -1,4 +1,4 @@
-"""The next token of each sequence.
+"""The next token of each sequence, drawn on the host: the CPU engine's sampler.
 
 Adjusted logits, filtered probabilities, one counter-based random number.
 
