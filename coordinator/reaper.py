@@ -1,4 +1,6 @@
-"""Declares silent workers dead and ends what they and dead gateways left, by a timer, while this process leads.
+"""The end of what dead workers and gateways left, on a timer, while this process is the leader.
+
+A worker that was silent for too long is declared dead here.
 
 The script that does it in Redis is store/lua/reap.lua.
 """
