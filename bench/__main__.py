@@ -19,6 +19,7 @@ ALL = {
     "gateway": "bench.serving.gateway",
     "structured": "bench.serving.structured_outputs",
     "soak": "bench.serving.soak",
+    "migration": "bench.serving.migration",
     "roles": "bench.serving.role_changes",
     "chaos": "bench.serving.chaos",
 }
