@@ -19,6 +19,7 @@ import msgspec
 
 from contracts.events import Token
 from contracts.ids import BlockId, Epoch, RequestId
+from contracts.kv_loss import EXACT
 from contracts.request import WorkerRef
 
 
@@ -68,14 +69,14 @@ class Refuse(msgspec.Struct, frozen=True, tag="refuse"):
     reason: str
 
 
-class ChunkFacts(msgspec.Struct, frozen=True):
+class ChunkFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     """The pages of some tokens in one group of the layout, in token order.
 
     The tokens are `[first_token, first_token + num_tokens)`. The pages are in decode's layout, and `nbytes` is their
     size there. Where the numbers of shards on the two sides differ, pages come in parts, the shards of the finer side.
     The transport decides how the bytes lie in messages.
     `first_token` is a multiple of the block size; `checksum` is seeded with the epoch and the group. `index` counts the
-    chunks of all groups.
+    chunks of all groups. `loss`: of the KV as it was sent, see contracts.kv_loss.
     """
 
     request_id: RequestId
@@ -87,6 +88,7 @@ class ChunkFacts(msgspec.Struct, frozen=True):
     nbytes: int
     checksum: int
     group: int = 0
+    loss: str = EXACT
 
 
 class ChunkHeader(ChunkFacts, frozen=True, tag="chunk"):

@@ -30,6 +30,14 @@ def block_key(shared_id: bytes, chain_digest: bytes, group: int = 0) -> bytes:
     return hashlib.blake2b(place + chain_digest, digest_size=16, person=b"kv block").digest()
 
 
+def inexact_digest(chain_digest: bytes, loss: str) -> bytes:
+    """Return the digest of a block whose KV, or that of one before it, has lost something.
+
+    `loss`: see contracts.kv_loss. Whoever looks for the block's own digest does not find it.
+    """
+    return hashlib.blake2b(loss.encode() + b"\0" + chain_digest, digest_size=16, person=b"inexact kv").digest()
+
+
 def chain_hashes(
     token_ids: Sequence[int], block_size: int, limit: int | None = None, previous: bytes = b""
 ) -> list[bytes]:

@@ -38,7 +38,12 @@ def make_app(store: Store, secret: str, times: RedisTimes, role_objective_s: flo
         await asyncio.gather(*tasks, return_exceptions=True)
 
     app = FastAPI(title="Tandem coordinator", docs_url=None, redoc_url=None, lifespan=lifespan)
+    _add_health(app, store, reaper, balancer)
+    _add_views(app, store, reaper, secret, times)
+    return app
 
+
+def _add_health(app: FastAPI, store: Store, reaper: Reaper, balancer: RoleBalancer | None) -> None:
     @app.get("/health")
     async def health() -> JSONResponse:
         """200 while its loop runs. Redis being away is no reason to restart this process."""
@@ -57,6 +62,8 @@ def make_app(store: Store, secret: str, times: RedisTimes, role_objective_s: flo
             return _error(error)
         return JSONResponse({"status": "ok"})
 
+
+def _add_views(app: FastAPI, store: Store, reaper: Reaper, secret: str, times: RedisTimes) -> None:
     @app.get("/nodes")
     async def nodes(request: Request) -> Response:
         """Every known worker: who it is, how busy, whether it lives, and the credits taken on it."""
@@ -74,8 +81,6 @@ def make_app(store: Store, secret: str, times: RedisTimes, role_objective_s: flo
             with suppress(Unavailable):
                 workers, counts = await store.workers(), await store.counts()
         return Response(render(workers, counts, reaper.is_leader, times), media_type="text/plain; version=0.0.4")
-
-    return app
 
 
 def _error(error: Unavailable) -> JSONResponse:

@@ -84,7 +84,8 @@ class AnswerExport:
         self._pool.retain(blocks)
         self._table.outgoing_readers.setdefault(sequence.request_id, []).extend(blocks)
         sequence.num_exported = end
-        return ChunkDone(sequence.request_id, first, end - first, blocks, self._cache.checksums(blocks))
+        checksums, loss = self._cache.checksums(blocks), sequence.loss_before(end)
+        return ChunkDone(sequence.request_id, first, end - first, blocks, checksums, loss)
 
 
 def _is_moving(sequence: Sequence) -> bool:

@@ -174,6 +174,13 @@ class Engine:
         """
         return self._handoff.incoming_writer_ended(request_id, num_checked)
 
+    def incoming_lost(self, request_id: RequestId, first_token: int, loss: str) -> None:
+        """Note that the KV of a reservation is inexact from this token on, see contracts.kv_loss.
+
+        So is what is computed after it. It is cached for requests that accept this loss, if this one does.
+        """
+        self._handoff.incoming_lost(request_id, first_token, loss)
+
     def keep_local(self, request_id: RequestId) -> None:
         """Go on here with a handoff sequence after all. Nothing to do for one that is unknown or has ended."""
         self._handoff.keep_local(request_id)

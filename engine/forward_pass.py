@@ -60,7 +60,8 @@ class ForwardPass:
         first, sequence.num_announced = sequence.num_announced, chunk.end
         blocks = self._blocks_between(sequence, first, chunk.end)
         checksums = self._cache.checksums(blocks)
-        return [ChunkDone(sequence.request_id, first, chunk.end - first, blocks, checksums)]
+        loss = sequence.loss_before(chunk.end)
+        return [ChunkDone(sequence.request_id, first, chunk.end - first, blocks, checksums, loss)]
 
     def _run(self, chunks: SequenceOf[ScheduledChunk], observer: StepObserver) -> Ran:
         """Run all chunks at once; if the batch as a whole fails, each alone."""

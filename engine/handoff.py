@@ -140,6 +140,11 @@ class Handoff:
         self._prefix_cache.insert_all(sequence)
         return (sequence.num_inserted_blocks - num_before) * self._pool.block_size
 
+    def incoming_lost(self, request_id: RequestId, first_token: int, loss: str) -> None:
+        """See Engine.incoming_lost."""
+        if writer := self._table.incoming_writers.get(request_id):
+            writer.sequence.lose(first_token, loss)
+
     def keep_local(self, request_id: RequestId) -> None:
         """See Engine.keep_local."""
         sequence = self._table.get(request_id)

@@ -94,4 +94,5 @@ def _sequence(request: EngineRequest) -> Sequence:
         priority=request.priority,
         cache_salt=request.cache_salt,
         num_answered=request.num_answered,
+        accepted_loss=request.loss,
     )

@@ -8,6 +8,7 @@ import numpy as np
 
 from contracts.events import FinishReason, PromptToken, Token
 from contracts.ids import BlockId, RequestId
+from contracts.kv_loss import EXACT
 from contracts.sampling import SamplingParams
 
 
@@ -16,7 +17,8 @@ class EngineRequest:
     """`handoff`: after its first token the sequence stops and keeps its blocks until `release`.
 
     Lower `priority`: sooner. Cached prefixes are shared with requests of the same `cache_salt` only. The last
-    `num_answered` of `token_ids` are computed as prompt and count as answer: they were drawn elsewhere.
+    `num_answered` of `token_ids` are computed as prompt and count as answer: they were drawn elsewhere. `loss`: of the
+    cached KV that it may use where there is none that is exact, see contracts.kv_loss.
     """
 
     request_id: RequestId
@@ -26,6 +28,7 @@ class EngineRequest:
     priority: int = 0
     cache_salt: str = ""
     num_answered: int = 0
+    loss: str = EXACT
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,8 @@ class ChunkDone:
 
     That of tokens `[first_token, first_token + num_tokens)` of a handoff sequence is in `blocks`, just these.
 
-    Chunks of a prompt come in order and cover it once, cached prefix included; each starts on a block's edge.
+    Chunks of a prompt come in order and cover it once, cached prefix included; each starts on a block's edge. `loss`:
+    see contracts.kv_loss.
     """
 
     request_id: RequestId
@@ -81,6 +85,7 @@ class ChunkDone:
     num_tokens: int
     blocks: list[BlockId]
     checksums: PageChecksums | None = None
+    loss: str = EXACT
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from contracts.hashing import chain_hashes, salted
 from contracts.ids import RequestId
+from contracts.kv_loss import EXACT, joined
 from contracts.sampling import SamplingParams
 
 
@@ -29,6 +30,9 @@ class Sequence:
     The first `num_prefilled` have the KV of a prompt: those that came with the request, unless they had been decoded
     elsewhere and came with that KV.
 
+    `loss` is that of the KV from token `first_inexact` on, see contracts.kv_loss; `accepted_loss`: of cached KV that it
+    may use. KV that is computed after inexact KV is inexact, too.
+
     Of the prompt's log-probabilities the first `num_scored` are told, or were not asked for.
 
     `load_s`: the seconds that it waited for KV from lower tiers before it started.
@@ -47,6 +51,7 @@ class Sequence:
         priority: int = 0,
         cache_salt: str = "",
         num_answered: int = 0,
+        accepted_loss: str = EXACT,
     ) -> None:
         self.request_id = request_id
         self.sampling = sampling
@@ -66,6 +71,8 @@ class Sequence:
         self.num_announced = 0
         self.num_exported = 0
         self.num_prefilled = self.num_prompt
+        self.accepted_loss = accepted_loss
+        self.loss, self.first_inexact = EXACT, 0
         self.num_scored = self.num_prompt if sampling.prompt_logprobs is None else 1  # nothing foretells token 0
         self.started = False
         self.load_s = 0.0
@@ -98,6 +105,15 @@ class Sequence:
     def is_pinned(self) -> bool:
         """Announced KV is being read by a transfer: it can't be recomputed elsewhere in the pool."""
         return self.handoff and self.num_announced > 0
+
+    def lose(self, first_token: int, loss: str) -> None:
+        """Note that the KV of its tokens from this one on is inexact. `first_token` is at the edge of a block."""
+        self.first_inexact = min(self.first_inexact, first_token) if self.loss else first_token
+        self.loss = joined(self.loss, loss)
+
+    def loss_before(self, end: int) -> str:
+        """Return the loss of the KV before token `end`."""
+        return self.loss if end > self.first_inexact else EXACT
 
     def extend_digests(self, block_size: int, num_blocks: int) -> list[bytes]:
         """Digests of so many blocks at least, all full of known tokens. Each is computed once."""

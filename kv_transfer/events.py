@@ -24,7 +24,7 @@ class MessageReceived:
 class ChunkLanded:
     """A chunk whose bytes are all in the granted pages, with the right checksum.
 
-    `landed_s`: monotonic time of arrival.
+    `landed_s`: monotonic time of arrival. `header.loss` is of what lies in the pages.
     """
 
     peer_id: WorkerId

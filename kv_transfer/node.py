@@ -11,6 +11,7 @@ import numpy as np
 from contracts.errors import Overloaded, TransferError
 from contracts.handoff import Abort, ChunkHeader, Commit, Fin, Grant, Offer, PrefixRequest, Refuse, Wait
 from contracts.ids import BlockId, Epoch, Incarnation, RequestId, WorkerId
+from contracts.kv_loss import EXACT
 from contracts.layout import KVLayout
 from contracts.node import TransferCapabilities
 from contracts.request import WorkerRef
@@ -64,23 +65,22 @@ class TransferNode:
         own: dict[str, Transport] = {}
         pools = pool if isinstance(pool, Sequence) else [pool]
         self._pools, device = prepared_pools(pools, layout, settings.checksum)
-        memory, plane_scales = "host", [scale for each in device for scale in each.scales]
+        memory = "host"
         if device:
             memory, own["nvlink"] = device[0].kind, NvlinkTransport(device)
         self._transports = Transports({**own, **(transports or {})}, device)
         require_available(settings.transport, self._transports)
         self._events: deque[TransferEvent] = deque()
         self._table, self._closing, self._launched_s = LinkTable(), False, -math.inf
-        self._interfaces, self._broken = InterfaceWatch(), ""
+        self._interfaces = InterfaceWatch()
         self._paths = PathHealth(time.monotonic)
-        identity = Identity(me, incarnation, settings.secret)
         self._parts = LinkParts(
             settings=settings,
-            identity=identity,
+            identity=(identity := Identity(me, incarnation, settings.secret)),
             layout=layout,
             pools=self._pools,
             memory=memory,
-            plane_scales=plane_scales,
+            plane_scales=[scale for each in device for scale in each.scales],
             transports=self._transports,
             emit=self._emit,
             note=self._note,
@@ -146,7 +146,7 @@ class TransferNode:
     @property
     def broken(self) -> str:
         """Return why no handoff can succeed until this process is restarted; empty if there is no such reason."""
-        return self._broken
+        return self._interfaces.broken
 
     # The prefill side.
 
@@ -187,13 +187,14 @@ class TransferNode:
         src_pages: Sequence[BlockId],
         checksums: np.ndarray | None = None,
         group: int = 0,
+        loss: str = EXACT,
     ) -> None:
         """Queue the pages of tokens `[first_token, first_token + num_tokens)` in one group of the layout.
 
-        The pages must not change until Commit, Drained or PeerDisconnected. The caller leaves out the tokens before
-        Grant's `skip_tokens`. `first_token` and, except in the last chunk, the end are multiples of the block size.
-        `checksums`: for a device's pages, what DevicePool.in_parts takes. The chunk is dropped if the attempt is over.
-        Raises ValueError if pages and tokens do not fit.
+        The pages must not change until Commit, Drained or PeerDisconnected. Tokens before Grant's `skip_tokens` are
+        left out. `first_token` and, except in the last chunk, the end are multiples of the block size. `checksums`: for
+        a device's pages, what DevicePool.in_parts takes. `loss`: see contracts.kv_loss. The chunk is dropped if the
+        attempt is over. Raises ValueError if pages and tokens do not fit.
         """
         if not 0 <= group < len(self._pools):
             raise ValueError(f"group is {group}; the layout has {len(self._pools)}")
@@ -202,7 +203,7 @@ class TransferNode:
         if num_tokens <= 0 or first_token % self._layout.block_size or len(src_pages) != num_pages:
             raise ValueError(f"{len(src_pages)} pages do not fit {num_tokens} tokens from {first_token} on")
         nbytes, layout_id = plan.chunk_nbytes(self._layout, num_tokens, group), self._layout.layout_id
-        header = ChunkHeader(request_id, epoch, index, first_token, num_tokens, layout_id, nbytes, 0, group)
+        header = ChunkHeader(request_id, epoch, index, first_token, num_tokens, layout_id, nbytes, 0, group, loss)
         if link := self._table.outgoing(peer_id):
             link.send_chunk(header, src_pages, checksums)
 
@@ -259,6 +260,10 @@ class TransferNode:
         """
         if link := self._table.incoming(peer_id):
             link.grant(grant)
+
+    def loss_from(self, peer_id: WorkerId) -> str:
+        """Return the loss of KV that this worker and the peer allow between them, see contracts.kv_loss."""
+        return link.accepted_loss if (link := self._table.incoming(peer_id)) else EXACT
 
     def wait(self, peer_id: WorkerId, message: Wait) -> None:
         if link := self._table.incoming(peer_id):
@@ -372,7 +377,7 @@ class TransferNode:
             if not event.fenced:
                 self._table.unfenced.append(link)
             if self._settings.transport == "ucx" and event.code == TransferError.code:
-                self._judge_interfaces()
+                self._interfaces.judge()
             self._table.drop(link)
             others = self._table.alive_with(link.peer_id, link.incarnation)
             is_last = not others and not self._closing
@@ -383,11 +388,6 @@ class TransferNode:
                 other.fail(event.error, event.code)
         if is_last:
             self._wake()
-
-    def _judge_interfaces(self) -> None:
-        """Record replaced interfaces, under the lock, after two connected ends found no path by UCX."""
-        if names := self._interfaces.replaced():
-            self._broken = f"UCX uses the network interfaces of its start, and {', '.join(names)} came since"
 
     def _is_busy(self) -> bool:
         return time.monotonic() - self._launched_s < BUSY_S

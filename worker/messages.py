@@ -1,5 +1,7 @@
 """The messages between a worker's front and its engine core: msgpack frames on a socket pair."""
 
+import math
+
 import msgspec
 
 from contracts.events import Event
@@ -29,9 +31,13 @@ class Work(msgspec.Struct, frozen=True, tag="work"):
 
 
 class GatewayGone(msgspec.Struct, frozen=True, tag="gateway_gone"):
-    """The loss of a gateway, whose event stream closed and was not reopened: its answers have no reader."""
+    """The end of a gateway's event stream, after which its answers have no reader.
+
+    `broken_s`: when, by the clock of Work. Answers to jobs that were taken later have another stream.
+    """
 
     gateway_id: GatewayId
+    broken_s: float = math.inf
 
 
 class KnownPeers(msgspec.Struct, frozen=True, tag="peers"):

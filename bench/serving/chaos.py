@@ -9,7 +9,8 @@ It checks that every answer is right or an error that says why, and that nothing
 prefill and two decode workers, a coordinator and a gateway are started one by one; workers share the GPUs in turn. In
 each round one to three faults are made while clients send requests. Then services that died are started again, the
 clients pause, and within a minute every request must have ended, every page and credit must be free, and the next
-request must be answered. With --tiers workers keep KV in memory, on disk and in a store, which are damaged, full, slow
+request must be answered. Where this machine lets us, each worker is a host of a network, which is cut and slow, and
+changes what it carries. With --tiers workers keep KV in memory, on disk and in a store, which are damaged, full, slow
 and gone as well. Answers are greedy, in float32, and compared with those of the system before its first fault.
 """
 
@@ -32,13 +33,15 @@ import torch
 
 from bench.load.client import StreamResult, ask, body_of, random_prompt, session
 from bench.report.result import ResultRow, write_result
-from bench.serving.kv_faults import DAMAGED, OUTAGES, KeptKV, limited_disk, tier_settings
+from bench.serving.kept_kv import STORE_HOST, KeptKV, kv_places, optional_network
+from bench.serving.kv_faults import DAMAGED
+from bench.serving.kv_outages import OUTAGES
+from bench.serving.network_faults import NETWORK_FAULTS
 from bench.serving.service_faults import SERVICE_FAULTS, revive
 from bench.system.leftovers import still_held
 from bench.system.local_system import model_of
 from bench.system.resource_usage import gpu_names
 from bench.system.services import Services
-from coordinator.store.local_server import RedisServer
 
 ROLES = {"p0": "prefill", "p1": "prefill", "d0": "decode", "d1": "decode"}
 REST_TIMEOUT_S = 60.0
@@ -61,14 +64,15 @@ def main() -> int:
             "TANDEM_KV_CACHE_MIB": str(args.kv_cache_mib),
             "TANDEM_MODEL": args.model,
         }
-        disk, store = folder / "kv", stack.enter_context(RedisServer()) if args.tiers else None
-        if store is not None:
-            stack.enter_context(limited_disk(disk))
-            settings |= tier_settings(disk, store)
-        services = stack.enter_context(Services(folder, workers(args.transfer, args.device), **settings))
-        faults: Faults = {name: partial(fault, services) for name, fault in SERVICE_FAULTS.items()}
-        if store is not None:
-            kept = KeptKV(services, disk, store)
+        network = stack.enter_context(optional_network([*ROLES, STORE_HOST]))
+        places = stack.enter_context(kv_places(folder, network)) if args.tiers else None
+        if places is not None:
+            settings |= places.settings()
+        services = stack.enter_context(Services(folder, workers(args.transfer, args.device), network, **settings))
+        kinds = SERVICE_FAULTS | (NETWORK_FAULTS if network else {})
+        faults: Faults = {name: partial(fault, services) for name, fault in kinds.items()}
+        if places is not None:
+            kept = KeptKV(services, places)
             faults |= {name: partial(fault, kept) for name, fault in (DAMAGED | OUTAGES).items()}
         toll = asyncio.run(run(services, faults, args))
     rows = toll.rows()
@@ -242,8 +246,8 @@ async def strike(services: Services, faults: Faults, rng: random.Random, toll: F
     for _ in range(rng.randrange(1, 4)):
         await asyncio.sleep(rng.uniform(0.0, 3.0))
         name = rng.choice(list(faults))
-        toll.done[name] += 1
-        await faults[name](rng)
+        if await faults[name](rng) is not False:  # there was something to damage
+            toll.done[name] += 1
     await asyncio.sleep(rng.uniform(0.0, 2.0))
     await revive(services)
 

@@ -3,6 +3,7 @@
 They are greedy, in float32, of one worker that nothing disturbs.
 """
 
+import asyncio
 import random
 import sys
 import time
@@ -15,9 +16,11 @@ import aiohttp
 from bench.load.client import GREEDY, random_prompt
 
 VOCABULARY = 32_000
-FIRST_TOKENS = (40, 120, 250)
-NEXT_TOKENS = (8, 25, 60)
-ANSWER_TOKENS = (8, 16, 33)
+FIRST_TOKENS = (33, 65, 130)
+NEXT_TOKENS = (8, 20, 40)
+ANSWER_TOKENS = (4, 8, 8, 16, 16, 48)
+NUM_AT_ONCE = 16
+"""Conversations that are held at the same time for their right answers: no bit depends on what else is in a batch."""
 ASK_TIMEOUT_S = 120.0
 PROGRESS_S = 30.0
 
@@ -48,28 +51,45 @@ class Reply:
 async def known_conversations(
     http: aiohttp.ClientSession, url: str, model: str, count: int, num_turns: int, rng: random.Random
 ) -> list[KnownConversation]:
-    """Hold the conversations with the system at `url` one after another.
-
-    Raises RuntimeError if a request fails.
-    """
-    conversations: list[KnownConversation] = []
+    """Hold the conversations with the system at `url`. Raises RuntimeError if a request fails."""
+    conversations = [KnownConversation() for _ in range(count)]
+    seeds = [rng.random() for _ in range(count)]
+    waiting = iter(list(zip(conversations, seeds, strict=True)))
     told_s = time.monotonic()
-    for index in range(count):
-        if time.monotonic() - told_s > PROGRESS_S:
-            told_s = time.monotonic()
-            print(f"the right answers of {index} of {count} conversations are known", file=sys.stderr, flush=True)
-        conversation, said = KnownConversation(), list[int]()
-        for turn in range(num_turns):
-            num_new = rng.choice(NEXT_TOKENS if turn else FIRST_TOKENS)
-            prompt = said + random_prompt(num_new, rng, VOCABULARY)
-            num_tokens = rng.choice(ANSWER_TOKENS)
-            reply = await complete(http, url, model, prompt, num_tokens)
-            if reply.error or len(reply.tokens) != num_tokens:
-                raise RuntimeError(f"without any fault: {reply}")
-            conversation.turns.append(Turn(prompt, reply.tokens))
-            said = prompt + reply.tokens
-        conversations.append(conversation)
+
+    async def hold() -> None:
+        nonlocal told_s
+        for conversation, seed in waiting:
+            await _hold(http, url, model, conversation, num_turns, random.Random(seed))
+            if time.monotonic() - told_s > PROGRESS_S:
+                told_s = time.monotonic()
+                num_known = sum(len(one.turns) == num_turns for one in conversations)
+                print(f"the right answers of {num_known} of {count} are known", file=sys.stderr, flush=True)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(NUM_AT_ONCE):
+            group.create_task(hold())
     return conversations
+
+
+async def _hold(
+    http: aiohttp.ClientSession,
+    url: str,
+    model: str,
+    conversation: KnownConversation,
+    num_turns: int,
+    rng: random.Random,
+) -> None:
+    said: list[int] = []
+    for turn in range(num_turns):
+        num_new = rng.choice(NEXT_TOKENS if turn else FIRST_TOKENS)
+        prompt = said + random_prompt(num_new, rng, VOCABULARY)
+        num_tokens = rng.choice(ANSWER_TOKENS)
+        reply = await complete(http, url, model, prompt, num_tokens)
+        if reply.error or len(reply.tokens) != num_tokens:
+            raise RuntimeError(f"without any fault: {reply}")
+        conversation.turns.append(Turn(prompt, reply.tokens))
+        said = prompt + reply.tokens
 
 
 async def complete(http: aiohttp.ClientSession, url: str, model: str, prompt: Sequence[int], num_tokens: int) -> Reply:

@@ -5,9 +5,11 @@
 
 No token may be wrong, no request lost, and every page comes back. First a single worker without tiers answers all turns
 of the conversations, undisturbed. Then two prefill and two decode workers with KV in host memory, on disk and in a
-store answer the same, from device pools that hold a few of the conversations, while records are damaged in each tier,
-stores and folders fail, and services are killed, frozen and drained. A turn whose request ends with an error is asked
-again until it is answered; an answer counts only if each of its tokens is that of the single worker.
+store answer the same, from device pools that hold a few of the conversations, over a network that is partly so slow
+that KV is compressed. Meanwhile records are damaged in each tier and KV on the wire, disks and the store are slow,
+full, broken and gone, the network is cut, and services are killed, frozen and drained, so that answers move. A turn
+whose request ends with an error is asked again until it is answered; an answer counts only if each of its tokens is
+that of the single worker.
 """
 
 import argparse
@@ -17,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,21 +28,46 @@ import aiohttp
 from bench.load.client import session
 from bench.report.result import ResultRow, write_result
 from bench.serving.conversations import KnownConversation, complete, known_conversations
-from bench.serving.kv_faults import DAMAGED, OUTAGES, KeptKV, limited_disk, tier_settings
-from bench.serving.service_faults import SERVICE_FAULTS, revive
+from bench.serving.counter_sums import CounterSums
+from bench.serving.kept_kv import STORE_HOST, KeptKV, kv_places, optional_network
+from bench.serving.kv_faults import DAMAGED
+from bench.serving.kv_outages import OUTAGES
+from bench.serving.network_faults import NETWORK_FAULTS
+from bench.serving.service_faults import DRAINS, SERVICE_FAULTS, revive
 from bench.system.leftovers import still_held
-from bench.system.local_system import get_json, model_of
+from bench.system.local_system import model_of
 from bench.system.services import Services
-from coordinator.store.local_server import RedisServer
 
 ROLES = {"p0": "prefill", "p1": "prefill", "d0": "decode", "d1": "decode"}
 REST_TIMEOUT_S = 90.0
 PROGRESS_S = 30.0
-SHARE_OF_SERVICE_FAULTS = 0.06
-SHARE_OF_TIER_OUTAGES = 0.06
+SHARE_OF_LONG_FAULTS = 0.09
+"""The share of faults of services and of the network."""
+SHARE_OF_OUTAGES = 0.08
+"""The share of faults of disks and of the store among the others."""
+SLOW_HOSTS = ("p1", STORE_HOST)
+"""The hosts whose KV is compressed; between the others prefixes are pulled sooner than computed."""
+NUM_BEGUN = 30
+"""The conversations under way, whose KV is about eight times what a worker's cache holds."""
+MEAN_PAUSE_S = 0.6
+"""The pause between two faults of records: they take about as long as the others beside them."""
 COMMON = {"TANDEM_NUM_THREADS": "1", "TANDEM_DTYPE": "float32"}
-COUNTED = ("loaded_blocks", "host_hit_blocks", "disk_hit_blocks", "store_hit_blocks")
-REFUSED = ("host_refused_blocks", "disk_refused_blocks", "store_refused_blocks")
+COUNTED = {
+    "kv_loaded_blocks": "blocks",
+    **{f"kv_{tier}_hit_blocks": "blocks" for tier in ("host", "disk", "store", "peer")},
+    **{f"kv_{tier}_refused_blocks": "blocks" for tier in ("host", "disk", "store")},
+    **{f"kv_{tier}_compressed_blocks": "blocks" for tier in ("disk", "store")},
+    "kv_loads_given_up": "loads",
+    **{f"kv_peer_{what}": "pulls" for what in ("loads", "given_up", "refused", "failed")},
+    "kv_saved_tokens": "tokens",
+    "handoffs_committed": "handoffs",
+    "chunks_bad": "chunks",
+    "codec_nbytes": "bytes",
+    "migrations_begun": "moves",
+    "migrations_committed": "moves",
+    "gateway_replays": "answers",
+}
+"""What workers and gateways count, and its unit: each must have happened for the gate to mean something."""
 
 
 @dataclass
@@ -68,7 +96,7 @@ class GateReport:
         rows += [ResultRow(f"asked again: {name}", count, "requests") for name, count in sorted(self.errors.items())]
         rows += [
             ResultRow("share of prompt tokens cached", self.num_cached_tokens / max(1, self.num_prompt_tokens), ""),
-            *(ResultRow(f"at the end: kv_{name}", self.counters[name], "blocks") for name in COUNTED + REFUSED),
+            *(ResultRow(f"counted: {name}", self.counters[name], unit) for name, unit in COUNTED.items()),
             ResultRow("right answers", self.num_right, "answers"),
             ResultRow("wrong answers", self.num_wrong, "answers"),
             ResultRow("requests lost", self.num_lost, "requests"),
@@ -80,15 +108,15 @@ class GateReport:
 def main() -> int:
     args = parse()
     rng = random.Random(args.seed)
-    with tempfile.TemporaryDirectory(prefix="tandem-gate-") as name:
-        folder = Path(name)
+    with ExitStack() as stack:
+        folder = args.logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tandem-gate-")))
         conversations = asyncio.run(undisturbed(folder / "single", args, rng))
         report = asyncio.run(disturbed(folder / "tiers", args, conversations, rng))
     for row in report.rows():
         print(f"{row.name:44s} {row.value:>10.6g} {row.unit}")
     for line in report.held:
         print(line, file=sys.stderr)
-    names = ("conversations", "turns", "faults", "seed", "kv_cache_mib", "clients", "transfer", "options")
+    names = ("conversations", "turns", "faults", "seed", "kv_cache_mib", "clients", "transfer", "rate_mbit", "options")
     write_result(args.out, "corruption-gate", report.rows(), {name: getattr(args, name) for name in names})
     return 0 if report.is_passed else 1
 
@@ -98,18 +126,20 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--conversations", type=int, default=500)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--faults", type=int, default=1000, help="the conversations go on until as many were made")
-    parser.add_argument("--kv-cache-mib", type=int, default=48, help="of each worker; a turn needs up to 20")
-    parser.add_argument("--clients", type=int, default=6, help="how many ask at the same time")
-    parser.add_argument("--transfer", default="auto")
+    parser.add_argument("--kv-cache-mib", type=int, default=32, help="of each worker; a turn needs up to 16")
+    parser.add_argument("--clients", type=int, default=8, help="how many ask at the same time")
+    parser.add_argument("--transfer", default="tcp", help="only tcp is compressed, and wholly goes over the network")
+    parser.add_argument("--rate-mbit", type=float, default=200.0, help="of the links of p1 and the store; 0: unlimited")
     parser.add_argument("--options", nargs="*", default=[], help="further NAME=VALUE settings of the workers")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--logs", type=Path, default=None, help="a new folder to keep the services' logs in")
     parser.add_argument("--out", type=Path, default=None, help="result file")
     return parser.parse_args()
 
 
 async def undisturbed(folder: Path, args: argparse.Namespace, rng: random.Random) -> list[KnownConversation]:
     """Return the conversations with the answers of one worker without tiers."""
-    folder.mkdir()
+    folder.mkdir(parents=True)
     with Services(folder, {"m0": ("--role", "mixed")}, **COMMON | {"TANDEM_NUM_THREADS": "2"}) as services:
         await services.start_all(REST_TIMEOUT_S)
         async with session() as http:
@@ -120,14 +150,16 @@ async def undisturbed(folder: Path, args: argparse.Namespace, rng: random.Random
 async def disturbed(
     folder: Path, args: argparse.Namespace, conversations: list[KnownConversation], rng: random.Random
 ) -> GateReport:
-    disk = folder / "disk"
-    with RedisServer() as store, limited_disk(disk):
-        settings = COMMON | tier_settings(disk, store) | {"TANDEM_KV_CACHE_MIB": str(args.kv_cache_mib)}
+    workers = {name: ("--role", role, "--transfer", args.transfer) for name, role in ROLES.items()}
+    rates = {host: float(args.rate_mbit) for host in SLOW_HOSTS}
+    with ExitStack() as stack:
+        network = stack.enter_context(optional_network([*ROLES, STORE_HOST], rates))
+        places = stack.enter_context(kv_places(folder, network))
+        settings = COMMON | places.settings() | {"TANDEM_KV_CACHE_MIB": str(args.kv_cache_mib)}
         settings |= dict(option.split("=", 1) for option in args.options)
-        workers = {name: ("--role", role, "--transfer", args.transfer) for name, role in ROLES.items()}
-        with Services(folder, workers, **settings) as services:
-            await services.start_all(REST_TIMEOUT_S)
-            return await play(KeptKV(services, disk, store), args, conversations, rng)
+        services = stack.enter_context(Services(folder, workers, network, **settings))
+        await services.start_all(REST_TIMEOUT_S)
+        return await play(KeptKV(services, places), args, conversations, rng)
 
 
 async def play(
@@ -136,17 +168,21 @@ async def play(
     """Hold the conversations, again and again until all faults were made, and check what is left at rest."""
     report, services, started = GateReport(), kept.services, time.monotonic()
     table = Table(conversations, random.Random(f"{args.seed} order"))
+    sums = CounterSums(services)
     async with session() as http:
         model = model_of(services.url)
         clients = [asyncio.create_task(client(http, services.url, model, table, report)) for _ in range(args.clients)]
         striker = asyncio.create_task(strike(kept, args.faults, rng, report, table))
         teller = asyncio.create_task(tell(report, table, args.faults))
+        follower = asyncio.create_task(sums.follow(http))
         try:
             await asyncio.gather(striker, *clients)
         finally:
             teller.cancel()
+            follower.cancel()
         await rest(services, report)
-        report.counters.update(tier_counters(services))
+        await sums.look(http)
+    report.counters.update(sums.sums())
     report.minutes = (time.monotonic() - started) / 60
     return report
 
@@ -165,8 +201,13 @@ class Table:
         return sum(conversation.num_done < len(conversation.turns) for conversation in self._all)
 
     def take(self) -> KnownConversation | None:
-        """Return one with a turn left, or None once all have ended and all faults were made."""
+        """Return one with a turn left, or None once all have ended and all faults were made.
+
+        At most NUM_BEGUN are between their first turn and their last, so that a turn finds the one before it below.
+        """
         waiting = [one for one in self._free if one.num_done < len(one.turns)]
+        begun = [one for one in waiting if one.num_done]
+        waiting = begun if len(begun) >= NUM_BEGUN else waiting
         if not waiting and not self.is_struck and self._free:
             self.num_rounds += 1
             for conversation in self._free:
@@ -187,7 +228,7 @@ async def client(http: aiohttp.ClientSession, url: str, model: str, table: Table
     while (conversation := table.take()) is not None:
         turn = conversation.turns[conversation.num_done]
         while (reply := await complete(http, url, model, turn.prompt, len(turn.answer))).error:
-            report.errors[" ".join(reply.error.split()[:2])] += 1
+            report.errors[words_of(reply.error)] += 1
             if reply.error.startswith("lost"):
                 report.num_lost += 1
                 break
@@ -203,24 +244,44 @@ async def client(http: aiohttp.ClientSession, url: str, model: str, table: Table
         table.give_back(conversation)
 
 
+def words_of(error: str) -> str:
+    """Return an error without what differs from one request to the next."""
+    return " ".join(word for word in error.split() if not any(map(str.isdigit, word)) or word.isdigit())[:80]
+
+
 async def strike(kept: KeptKV, num_faults: int, rng: random.Random, report: GateReport, table: Table) -> None:
-    """Make the faults; what a service fault ended is started again before the next one."""
-    while sum(report.done.values()) < num_faults:
-        await asyncio.sleep(rng.uniform(0.0, 0.5))
-        kind = rng.random()
-        if kind < SHARE_OF_SERVICE_FAULTS:
-            name = rng.choice(list(SERVICE_FAULTS))
-            await SERVICE_FAULTS[name](kept.services, rng)
-            await asyncio.sleep(rng.uniform(0.0, 2.0))
-            await revive(kept.services)
-            report.done[name] += 1
-        elif kind < SHARE_OF_SERVICE_FAULTS + SHARE_OF_TIER_OUTAGES:
-            name = rng.choice(list(OUTAGES))
-            report.done[name] += await OUTAGES[name](kept, rng)
-        else:
-            name = rng.choice(list(DAMAGED))
-            report.done[name] += await DAMAGED[name](kept, rng)
+    """Make the faults: those of records beside those of services and the network, which take longer."""
+    num_long = round(num_faults * SHARE_OF_LONG_FAULTS)
+    await asyncio.gather(
+        strike_services(kept, num_long, random.Random(rng.random()), report),
+        strike_records(kept, num_faults - num_long, random.Random(rng.random()), report),
+    )
     table.is_struck = True
+
+
+async def strike_services(kept: KeptKV, num_faults: int, rng: random.Random, report: GateReport) -> None:
+    """Make faults one after another; what one of them ended is started again before the next."""
+    services = kept.services
+    network = NETWORK_FAULTS if services.network else {}
+    for _ in range(num_faults):
+        await asyncio.sleep(rng.uniform(0.0, 2.0))
+        kinds = [SERVICE_FAULTS, DRAINS, network or DRAINS]
+        name, fault = rng.choice(list(rng.choice(kinds).items()))
+        await fault(services, rng)
+        report.done[name] += 1
+        await asyncio.sleep(rng.uniform(0.0, 2.0))
+        await revive(services)
+
+
+async def strike_records(kept: KeptKV, num_faults: int, rng: random.Random, report: GateReport) -> None:
+    num_made = 0
+    while num_made < num_faults:
+        await asyncio.sleep(rng.uniform(0.0, 2 * MEAN_PAUSE_S))
+        faults = OUTAGES if rng.random() < SHARE_OF_OUTAGES else DAMAGED
+        name = rng.choice(list(faults))
+        if await faults[name](kept, rng):
+            report.done[name] += 1
+            num_made += 1
 
 
 async def rest(services: Services, report: GateReport) -> None:
@@ -231,19 +292,6 @@ async def rest(services: Services, report: GateReport) -> None:
         await revive(services)  # a worker that drained may have ended only now
         await asyncio.sleep(0.5)
     report.held = held
-
-
-def tier_counters(services: Services) -> Counter[str]:
-    """Return the counters of the tiers of all workers together.
-
-    Those of workers that were killed are gone.
-    """
-    total: Counter[str] = Counter()
-    for name in services.workers:
-        counters = get_json(f"{services.facts(name)['url']}/health")["core"]["counters"]
-        for counter in COUNTED + REFUSED:
-            total[counter] += int(counters.get(f"kv_{counter}", 0))
-    return total
 
 
 async def tell(report: GateReport, table: Table, num_faults: int) -> None:

@@ -5,56 +5,20 @@ a record lies under another's key, or is whole but another layout's.
 """
 
 import asyncio
-import os
 import random
-import signal
 import struct
-import subprocess
-import sys
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
 import redis.asyncio as redis
 
-from bench.system.services import Services
-from coordinator.store.local_server import RedisServer
+from bench.serving.kept_kv import HOST_GIB, KeptKV
 from kv_transfer.chunks.block_record import ALIGNMENT, MAGIC, PREFIX, BlockFacts, begin_record, seal_record
 
-STORE_FREEZES_S = (0.2, 1.0, 4.0)
 _SCAN_NBYTES = 16 << 20
-
-
-HOST_GIB = 0.0625
-DISK_GIB = 0.25
-"""The sizes of a worker's tiers: small enough that blocks are evicted."""
-NUM_DISKS = 5
-"""One for each worker, and room for a folder that was taken away while its worker made another."""
-
-
-@dataclass(frozen=True)
-class KeptKV:
-    """The places where a system keeps KV.
-
-    `disk` has a folder for each worker, `store` is a Redis of its own.
-    """
-
-    services: Services
-    disk: Path
-    store: RedisServer
-
-
-def tier_settings(disk: Path, store: RedisServer) -> dict[str, str]:
-    """Return the settings of workers that keep KV in all tiers."""
-    return {
-        "TANDEM_KV_HOST_GIB": str(HOST_GIB),
-        "TANDEM_KV_DISK": str(disk),
-        "TANDEM_KV_DISK_GIB": str(DISK_GIB),
-        "TANDEM_KV_STORE": store.url,
-    }
 
 
 def record_files(disk: Path) -> list[Path]:
@@ -124,7 +88,7 @@ def exchange_on_disk(disk: Path, rng: random.Random) -> bool:
 async def damage_store(kept: KeptKV, rng: random.Random, damage: Callable[[bytes, random.Random], bytes]) -> bool:
     """Damage a record in the store; False if there is none, or the store does not answer."""
     with suppress(redis.RedisError):
-        async with redis.Redis.from_url(kept.store.url, socket_timeout=5) as client:
+        async with redis.Redis.from_url(kept.places.store.url, socket_timeout=5) as client:
             key = await client.randomkey()
             if key is not None and (data := await client.get(key)):
                 assert isinstance(data, bytes)
@@ -183,62 +147,21 @@ def _slots(memory: BinaryIO, start: int, end: int) -> list[tuple[int, int]]:
     return [(at, nbytes) for at, nbytes in records.items() if any(at + one in records for one in distances)]
 
 
-async def freeze_store(kept: KeptKV, rng: random.Random) -> bool:
-    pid = kept.store.pid
-    if pid is None:
-        return False
-    os.kill(pid, signal.SIGSTOP)
-    await asyncio.sleep(rng.choice(STORE_FREEZES_S))
-    os.kill(pid, signal.SIGCONT)
-    return True
-
-
-async def empty_store(kept: KeptKV, rng: random.Random) -> bool:
-    """Kill the store, and start it again empty after a while without one."""
-    await asyncio.to_thread(kept.store.stop)
-    await asyncio.sleep(rng.choice(STORE_FREEZES_S))
-    kept.store.start()
-    return True
-
-
-async def fill_store(kept: KeptKV, rng: random.Random) -> bool:
-    """Let the store refuse what is new for a while, as one does that is full and evicts nothing."""
-    with suppress(redis.RedisError):
-        async with redis.Redis.from_url(kept.store.url, socket_timeout=5) as client:
-            await client.config_set("maxmemory-policy", "noeviction")
-            await client.config_set("maxmemory", "1mb")
-            await asyncio.sleep(rng.choice(STORE_FREEZES_S))
-            await client.config_set("maxmemory-policy", "allkeys-lfu")
-            await client.config_set("maxmemory", "512mb")
-            return True
-    return False
-
-
-async def take_folder_away(kept: KeptKV, rng: random.Random) -> bool:
-    """Move a worker's folder away for a while, as a disk does that is unmounted."""
-    if not (folders := sorted(path for path in kept.disk.glob("*/") if path.suffix != ".away")):
-        return False
-    folder = rng.choice(folders)
-    away = folder.with_suffix(".away")
-    folder.rename(away)
-    await asyncio.sleep(rng.choice(STORE_FREEZES_S))
-    if not folder.exists():  # else the worker was started again meanwhile and made a new one
-        away.rename(folder)
-    return True
-
-
 async def damage_memory(kept: KeptKV, rng: random.Random) -> bool:
     """Turn a bit in the memory of a worker that is alive; False if none has a record there."""
     alive = [name for name in kept.services.workers if kept.services.is_alive(name)]
     if not alive:
         return False
-    pid = kept.services.facts(rng.choice(alive))["core_pid"]
+    try:
+        pid = kept.services.facts(rng.choice(alive))["core_pid"]
+    except FileNotFoundError:  # it is being started again
+        return False
     return await asyncio.to_thread(turn_bit_of, pid, rng, int(HOST_GIB * 2**30 * 0.9))
 
 
 def _on_disk(damage: Callable[[bytes, random.Random], bytes]) -> "Fault":
     async def make(kept: KeptKV, rng: random.Random) -> bool:
-        return damage_disk(kept.disk, rng, damage)
+        return damage_disk(kept.places.disk, rng, damage)
 
     return make
 
@@ -248,52 +171,14 @@ def _in_store(damage: Callable[[bytes, random.Random], bytes]) -> "Fault":
 
 
 async def _exchange(kept: KeptKV, rng: random.Random) -> bool:
-    return exchange_on_disk(kept.disk, rng)
-
-
-async def fill_disk(kept: KeptKV, rng: random.Random) -> bool:
-    """Fill the disk up for a while; False where it has no limit of its own: see `limited_disk`."""
-    if not os.path.ismount(kept.disk):
-        return False
-    filler = kept.disk / "filler"
-    with suppress(OSError), filler.open("wb", buffering=0) as file:
-        while file.write(bytes(1 << 20)):
-            await asyncio.sleep(0)
-    await asyncio.sleep(rng.choice(STORE_FREEZES_S))
-    filler.unlink()
-    return True
-
-
-@contextmanager
-def limited_disk(folder: Path) -> Iterator[None]:
-    """Give the folder a file system of its own, which can be full.
-
-    Without the right to mount it stays as it is.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    command = ["mount", "-t", "tmpfs", "-o", f"size={int(NUM_DISKS * DISK_GIB * 1024)}m", "tandem-kv", str(folder)]
-    is_mounted = subprocess.run(command, check=False, capture_output=True).returncode == 0
-    if not is_mounted:
-        print("no right to mount a disk: it will not be full", file=sys.stderr)
-    try:
-        yield
-    finally:
-        if is_mounted:
-            subprocess.run(["umount", "--lazy", str(folder)], check=True)
+    return exchange_on_disk(kept.places.disk, rng)
 
 
 Fault = Callable[[KeptKV, random.Random], Awaitable[bool]]
-"""Makes a fault and waits for its end, if it has one; returns whether there was something to damage."""
+"""Makes a fault; returns whether there was something to damage."""
 DAMAGED: dict[str, Fault] = {
     "memory: a bit turned": damage_memory,
     "disk: another key's": _exchange,
     **{f"disk: {name}": _on_disk(damage) for name, damage in DAMAGES.items()},
     **{f"store: {name}": _in_store(damage) for name, damage in DAMAGES.items()},
-}
-OUTAGES: dict[str, Fault] = {
-    "store frozen": freeze_store,
-    "store restarted empty": empty_store,
-    "store full": fill_store,
-    "folder taken away": take_folder_away,
-    "disk full": fill_disk,
 }

@@ -6,11 +6,13 @@ import random
 import signal
 from collections.abc import Awaitable, Callable
 
+from bench.system.local_system import get_json
 from bench.system.services import Services
 
 FREEZES_S = (0.3, 2.0, 5.0, 12.0)
 """Below and above the 3 s after which a silent peer is lost, and the 10 s of a lease."""
 REDIS_FREEZES_S = (0.5, 2.0, 6.0)
+ANSWERS_TIMEOUT_S = 5.0
 
 
 async def revive(services: Services) -> None:
@@ -48,6 +50,26 @@ async def freeze_core(services: Services, rng: random.Random) -> None:
 
 async def drain_worker(services: Services, rng: random.Random) -> None:
     services.signal(a_worker(services, rng), signal.SIGTERM)
+
+
+async def drain_with_answers(services: Services, rng: random.Random) -> None:
+    """Drain a decode worker while it produces answers, which move; the one with the most, if any has some."""
+    running: dict[str, float] = {}
+    until = asyncio.get_running_loop().time() + ANSWERS_TIMEOUT_S
+    while not any(running.values()) and asyncio.get_running_loop().time() < until:
+        await asyncio.sleep(0.1)
+        running = {name: await asyncio.to_thread(_num_running, services, name) for name in services.workers}
+    services.signal(max(running, key=running.__getitem__), signal.SIGTERM)
+
+
+def _num_running(services: Services, name: str) -> float:
+    """Return how many answers a worker decodes; 0 for one that decodes none, or does not answer."""
+    if not services.is_alive(name) or "prefill" in services.workers[name]:
+        return 0.0
+    try:
+        return get_json(f"{services.facts(name)['url']}/health")["core"]["gauges"]["running"]
+    except (OSError, KeyError, ValueError):
+        return 0.0
 
 
 async def restart_gateway(services: Services, rng: random.Random) -> None:
@@ -99,3 +121,7 @@ SERVICE_FAULTS: dict[str, Callable[[Services, random.Random], Awaitable[None]]] 
     "Redis frozen": freeze_redis,
     "Redis restarted empty": empty_redis,
 }
+DRAINS: dict[str, Callable[[Services, random.Random], Awaitable[None]]] = {
+    "decode worker drained with answers": drain_with_answers,
+}
+"""Apart, for who wants many of them."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Self
 
 from bench.system.local_system import is_ready, stop
+from bench.system.network import Network
 from coordinator.store.local_server import RedisServer
 from process.sockets import free_port
 
@@ -23,12 +24,15 @@ POLL_S = 0.05
 class Services:
     """A coordinator, the `workers` (flags by name) and a gateway on a Redis of their own.
 
-    The context manager starts only Redis; `start` starts a service. Logs and ready files lie in `folder`.
+    The context manager starts only Redis; `start` starts a service. Logs and ready files lie in `folder`. With a
+    `network`, which has been entered, a worker whose name it has runs on that host, and all others on the router.
     """
 
-    def __init__(self, folder: Path, workers: Mapping[str, tuple[str, ...]], **settings: str) -> None:
-        self.workers = dict(workers)
-        self.redis = RedisServer()
+    def __init__(
+        self, folder: Path, workers: Mapping[str, tuple[str, ...]], network: Network | None = None, /, **settings: str
+    ) -> None:
+        self.workers, self.network = dict(workers), network
+        self.redis = RedisServer(host=network.router if network else "127.0.0.1")
         self._folder, self._settings = folder, settings
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._port = free_port()
@@ -56,6 +60,8 @@ class Services:
         """Start a service under its name and return at once; `ready` waits for it."""
         self._ready_file(name).unlink(missing_ok=True)
         command = [sys.executable, "-m", *self._command(name), "--ready-file", str(self._ready_file(name))]
+        if self.network and name in self.network.hosts:
+            command = [*self.network.command(name), *command, "--host", self.network.address(name)]
         mine = {"TANDEM_REDIS_URL": self.redis.url, "TANDEM_SECRET": "s"} | self._settings
         with self.log(name).open("ab") as output:
             self._processes[name] = subprocess.Popen(

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
@@ -57,20 +58,22 @@ def find_bundled() -> Path | None:
 
 
 class RedisServer:
-    """A server on a free port of the loopback interface, as a context manager; `url` says where.
+    """A server on a free port, as a context manager; `url` says where.
 
-    It dies with the thread that started it. Raises ConfigError if it does not start in time.
+    It dies with the thread that started it. Raises ConfigError if it does not start in time. `host`: the address to
+    listen on; on another one than the loopback interface's, anybody who reaches it is served. `launcher`: what is put
+    before its command.
     """
 
-    def __init__(self, program: Path | None = None) -> None:
-        self._program = program or find_server()
+    def __init__(self, program: Path | None = None, host: str = "127.0.0.1", launcher: Sequence[str] = ()) -> None:
+        self._program, self._host, self._launcher = program or find_server(), host, launcher
         self._folder = tempfile.TemporaryDirectory(prefix="tandem-redis-")
         self._process: subprocess.Popen[bytes] | None = None
         self.port = free_port()
 
     @property
     def url(self) -> str:
-        return f"redis://127.0.0.1:{self.port}/0"
+        return f"redis://{self._host}:{self.port}/0"
 
     @property
     def pid(self) -> int | None:
@@ -92,8 +95,11 @@ class RedisServer:
     def start(self) -> None:
         """Empty, on the same port as before."""
         log = Path(self._folder.name, "log")
-        options = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
-        command = die_with_parent([str(self._program), *options, "--dir", self._folder.name])
+        options = ["--port", str(self.port), "--bind", self._host, "--save", "", "--appendonly", "no"]
+        options += ["--dir", self._folder.name]
+        if self._host != "127.0.0.1":
+            options += ["--protected-mode", "no"]
+        command = die_with_parent([*self._launcher, str(self._program), *options])
         with log.open("ab") as output:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
         self._await_answer(self._process, log)
@@ -116,7 +122,7 @@ class RedisServer:
     def _await_answer(self, process: subprocess.Popen[bytes], log: Path) -> None:
         deadline_s = time.monotonic() + START_TIMEOUT_S
         ours = b"process_id:%d\r\n" % process.pid  # not one that has taken the port since it was found free
-        while ours not in _ask(("127.0.0.1", self.port), b"INFO server"):
+        while ours not in _ask((self._host, self.port), b"INFO server"):
             if process.poll() is not None or time.monotonic() > deadline_s:
                 said = log.read_text(errors="replace").strip().splitlines()[-3:]
                 raise ConfigError(f"{self._program} did not start on port {self.port}: {' / '.join(said)}")

@@ -9,7 +9,9 @@ from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
 from contracts.errors import OutOfBlocks
+from contracts.hashing import inexact_digest
 from contracts.ids import BlockId
+from contracts.kv_loss import EXACT
 
 _Cached = tuple[bytes, bytes]
 """Digest, and token ids of 32 bits. As bytes in a plain tuple: numbers would take nine times the memory, and tens of
@@ -74,25 +76,30 @@ class BlockPool:
             if self._holds[block] == 0:
                 self._let_go(block)
 
-    def find(self, digests: Iterable[bytes], token_ids: Sequence[int]) -> list[BlockId]:
+    def find(self, digests: Iterable[bytes], token_ids: Sequence[int], loss: str = EXACT) -> list[BlockId]:
         """The longest cached prefix, to be retained before anything is allocated.
 
         Each block is compared by its token ids too, not by digest alone. No digest behind the first that is not here is
-        asked for.
+        asked for. A block that is not here exactly may be one of this `loss`.
         """
         matched: list[BlockId] = []
         for index, digest in enumerate(digests):
-            block = self._by_digest.get(digest)
+            block = self._find(digest, loss)
             start = index * self.block_size
             if block is None or self._cached[block][1] != _bytes_of(token_ids[start : start + self.block_size]):
                 break
             matched.append(BlockId(block))
         return matched
 
-    def find_by_digest(self, digests: Iterable[bytes]) -> list[BlockId]:
+    def find_by_digest(self, digests: Iterable[bytes], loss: str = EXACT) -> list[BlockId]:
         """Return the cached blocks up to the first digest that is not here, for who has no token ids."""
-        blocks = (self._by_digest.get(digest) for digest in digests)
+        blocks = (self._find(digest, loss) for digest in digests)
         return [BlockId(block) for block in takewhile(lambda block: block is not None, blocks) if block is not None]
+
+    def num_exact(self, blocks: Iterable[int], digests: Sequence[bytes]) -> int:
+        """Return how many of these cached blocks, from the first on, have the digests of exact KV."""
+        pairs = zip(blocks, digests, strict=False)
+        return sum(1 for _ in takewhile(lambda pair: self._cached[pair[0]][0] == pair[1], pairs))
 
     def fits(self, count: int, beside: Iterable[int]) -> bool:
         """So many can be allocated once those `beside`, cached or held, are held too."""
@@ -128,6 +135,10 @@ class BlockPool:
         for digest, block in self._by_digest.items():
             assert self._cached[block][0] == digest, f"block {block} is found by a digest that is not its own"
         assert len(self._by_digest) == len(self._cached), "a cached block can't be found by its digest"
+
+    def _find(self, digest: bytes, loss: str) -> int | None:
+        block = self._by_digest.get(digest)
+        return self._by_digest.get(inexact_digest(digest, loss)) if block is None and loss else block
 
     def _take(self) -> BlockId:
         block = self._free.pop() if self._free else self._evict()

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from contracts.ids import RequestId
+from contracts.kv_loss import EXACT
 
 ATTENTION_TOKENS = 16384
 """The position at which a token's attention takes as long as all else of it: some 8 billion parameters' is there.
@@ -155,7 +156,8 @@ class PrefixLoad:
     """A sequence that has its pages, and whose prefix may be in lower tiers.
 
     `digests` and `blocks`, of equal length, are those behind its prefix hit, from `first_token` on; `parent` is the
-    digest before them, None at the prompt's start. `num_tokens`: of the prompt.
+    digest before them, None at the prompt's start. `num_tokens`: of the prompt. `loss`: of the KV that may be loaded
+    where there is none that is exact, see contracts.kv_loss.
     """
 
     request_id: RequestId
@@ -164,29 +166,37 @@ class PrefixLoad:
     parent: bytes | None
     digests: Sequence[bytes]
     blocks: Sequence[int]
+    loss: str = EXACT
 
 
 @dataclass(frozen=True)
 class EndedLoad:
     """A load that is over.
 
-    The first `num_blocks` hold their KV. `seconds`: how long the sequence waited for it.
+    The first `num_blocks` hold their KV, which is exact in the first `num_exact` of them. `seconds`: how long the
+    sequence waited for it.
     """
 
     request_id: RequestId
     num_blocks: int
     seconds: float
+    num_exact: int
 
 
 @dataclass(frozen=True)
 class NewBlock:
-    """A block that entered the prefix cache; its content is there as long as its generation is the same."""
+    """A block that entered the prefix cache; its content is there as long as its generation is the same.
+
+    `digest` and `parent`, that of the block before, are those under which these are found: of inexact KV if that is
+    what they hold. `loss`: see contracts.kv_loss.
+    """
 
     block: int
     generation: int
     digest: bytes
     parent: bytes | None
     first_token: int
+    loss: str = EXACT
 
 
 class LowerTiers(Protocol):

@@ -1,5 +1,9 @@
-"""The way of computed blocks into the prefix cache."""
+"""The way of computed blocks into the prefix cache.
 
+KV that has lost something enters it under a digest of its own, for requests that take it, or not at all.
+"""
+
+from contracts.hashing import inexact_digest
 from engine.cache.block_pool import BlockPool
 from engine.cache.load_plan import LowerTiers, NewBlock
 from engine.sequence import Sequence
@@ -34,20 +38,30 @@ class PrefixInserter:
         size = self._pool.block_size
         num_known = len(sequence.tokens) - sequence.num_pending if self._caches_decoded_kv else sequence.num_prefilled
         num_full = min(sequence.num_computed, num_known) // size
+        if sequence.loss and sequence.loss != sequence.accepted_loss:  # nobody would take it
+            num_full = min(num_full, sequence.first_inexact // size)
         if num_full <= sequence.num_inserted_blocks:
             return
         num_full = min(num_full, sequence.num_inserted_blocks + max_blocks)
-        digests = sequence.extend_digests(size, num_full)
+        sequence.extend_digests(size, num_full)
         for index in range(sequence.num_inserted_blocks, num_full):
             token_ids = sequence.tokens[index * size : (index + 1) * size]
-            if self._pool.insert(sequence.blocks[index], digests[index], token_ids) and self.lower_tiers is not None:
+            digest = _digest(sequence, index, size)
+            if self._pool.insert(sequence.blocks[index], digest, token_ids) and self.lower_tiers is not None:
                 self.lower_tiers.offer(
                     NewBlock(
                         block=sequence.blocks[index],
                         generation=self._pool.generations[sequence.blocks[index]],
-                        digest=digests[index],
-                        parent=digests[index - 1] if index else None,
+                        digest=digest,
+                        parent=_digest(sequence, index - 1, size) if index else None,
                         first_token=index * size,
+                        loss=sequence.loss_before((index + 1) * size),
                     )
                 )
         sequence.num_inserted_blocks = num_full
+
+
+def _digest(sequence: Sequence, index: int, size: int) -> bytes:
+    """Return the digest under which a block of the sequence may be found; that of its tokens is known."""
+    digest, loss = sequence.digests[index], sequence.loss_before((index + 1) * size)
+    return inexact_digest(digest, loss) if loss else digest

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from contracts.ids import RequestId
+from contracts.kv_loss import EXACT
 from engine.cache.block_pool import BlockPool
 from engine.cache.load_plan import LowerTiers, PrefixLoad
 from engine.scheduler.batch import Batch, ScheduledChunk
@@ -145,7 +146,8 @@ class Scheduler:
         """
         size = self._pool.block_size
         limit = (len(sequence.tokens) - 1) // size if sequence.num_scored >= sequence.num_prompt else 0
-        cached = self._pool.find(sequence.each_digest(size, limit), sequence.tokens)
+        accepted = sequence.accepted_loss
+        cached = self._pool.find(sequence.each_digest(size, limit), sequence.tokens, accepted)
         missing = self._num_blocks(num_tokens) - len(cached)
         if not self._pool.fits(missing + num_spare, cached):
             return False
@@ -154,6 +156,8 @@ class Scheduler:
         sequence.blocks.extend(self._pool.allocate(missing))
         sequence.num_inserted_blocks = len(cached)
         sequence.num_computed = len(cached) * size
+        if accepted and (num_exact := self._pool.num_exact(cached, sequence.digests)) < len(cached):
+            sequence.lose(num_exact * size, accepted)
         return True
 
     def schedule(self, num_reserved: int = 0) -> Batch:
@@ -284,6 +288,7 @@ class Scheduler:
             parent=digests[first - 1] if first else None,
             digests=digests[first:last],
             blocks=sequence.blocks[first:last],
+            loss=sequence.accepted_loss,
         )
         if not self.lower_tiers.begin(load):
             return False
@@ -297,6 +302,8 @@ class Scheduler:
             return
         for ended in self.lower_tiers.finished():
             sequence = self.loading.pop(ended.request_id)
+            if ended.num_exact < ended.num_blocks:
+                sequence.lose(sequence.num_computed + ended.num_exact * self._pool.block_size, sequence.accepted_loss)
             sequence.num_computed += ended.num_blocks * self._pool.block_size
             sequence.load_s = ended.seconds
             self._on_loaded(sequence)
@@ -344,6 +351,7 @@ class Scheduler:
         self._pool.release(sequence.blocks)
         sequence.blocks = array("i")  # not the same one emptied: a runner knows by the array whose table a device has
         sequence.num_computed = sequence.num_inserted_blocks = 0
+        sequence.loss = EXACT  # that was of these blocks' KV
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._pool.block_size)

@@ -78,7 +78,7 @@ def _first_uncounted(texts: Sequence[SentText], prompt: _SearchedText) -> SentTe
     squeezed = None
     for sent in texts:
         wanted = 1 if sent.is_loose else max(1, blob.count(sent.text))
-        found = sum(prompt.count(form) for form in dict.fromkeys(_forms(sent.text)))
+        found = sum(prompt.count(form) for form in _forms(sent.text))
         if found >= wanted:
             continue
         squeezed = squeezed or _SearchedText(_NO_WORD.sub("", prompt.text))
@@ -130,17 +130,19 @@ def _are_in_order(texts: Sequence[SentText], prompt: _SearchedText) -> bool:
 
 def _end_of(text: str, prompt: _SearchedText, start: int) -> int:
     """Return where the text ends in the first of its forms that stands behind `start`; -1 if none does."""
-    for form in dict.fromkeys(_forms(text)):
+    for form in _forms(text):
         if (begin := prompt.find(form, start)) >= 0:
             return begin + len(form)
     return -1
 
 
 def _forms(text: str) -> Iterator[str]:
-    """Yield the ways in which a template may write a text, the likeliest first."""
+    """Yield the different ways in which a template may write a text, the likeliest first."""
     yield text
-    yield json.dumps(text, ensure_ascii=False)[1:-1]
-    yield json.dumps(text)[1:-1]
+    if (quoted := json.dumps(text, ensure_ascii=False)[1:-1]) != text:
+        yield quoted
+    if (escaped := json.dumps(text)[1:-1]) != quoted:
+        yield escaped
 
 
 def _is_within(text: str, squeezed: _SearchedText) -> bool:

@@ -1,8 +1,10 @@
 """The levels of compression, by name."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from contracts.errors import ConfigError
+from contracts.kv_loss import EXACT
 
 SETTINGS = ("auto", "off")
 """The values of the setting that are not the name of a level."""
@@ -45,6 +47,19 @@ Its first tokens are attended to by all others (attention sinks), and unlike the
 """
 
 BY_NUMBER = {level.number: level for level in LEVELS.values()}
+
+
+def loss_of(level: str) -> str:
+    """Return the loss of KV that was coded at a level, see contracts.kv_loss.
+
+    Raises KeyError for no such level.
+    """
+    return EXACT if LEVELS[level].is_lossless else level
+
+
+def accepted_loss(levels: Sequence[str]) -> str:
+    """Return the loss of KV that is taken where these levels, as `allowed_levels` gives them, are allowed."""
+    return loss_of(levels[-1]) if levels else EXACT
 
 
 def allowed_levels(setting: str) -> list[str]:

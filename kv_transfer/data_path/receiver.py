@@ -10,13 +10,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from contracts.errors import Corrupt
 from contracts.handoff import ChunkHeader, Commit
+from contracts.kv_loss import EXACT, joined
 from kv_transfer.chunks import checksum as integrity
 from kv_transfer.chunks.device_pool import PageScatter
 from kv_transfer.chunks.wire_format import KVSegment, read_meta
+from kv_transfer.codecs.level import loss_of
 from kv_transfer.data_path.compression import SegmentCodec
 from kv_transfer.data_path.grant import GrantTable
 from kv_transfer.data_path.sender import Key
@@ -29,7 +32,7 @@ class ChunkAssembly:
     """A chunk whose segments are arriving.
 
     `units`: where it goes, see staging; None if the chunk is discarded. `sums`: of what its pages hold so far, if that
-    is compared in the end.
+    is compared in the end. `loss`: of what came, see contracts.kv_loss.
     """
 
     header: ChunkHeader
@@ -37,6 +40,7 @@ class ChunkAssembly:
     offset: int
     checksum: int
     sums: list[np.ndarray] = field(default_factory=list[np.ndarray])
+    loss: str = EXACT
 
     @property
     def key(self) -> Key:
@@ -117,7 +121,8 @@ class Receiver:
     def _begin(self, segment: KVSegment) -> ChunkAssembly:
         """Decide by the header whether this chunk may be written."""
         header = segment.header
-        assembly = ChunkAssembly(header, None, segment.offset, integrity.seed(header.epoch, header.group))
+        checksum = integrity.seed(header.epoch, header.group)
+        assembly = ChunkAssembly(header, None, segment.offset, checksum, loss=header.loss)
         granted = self._grants.find(assembly.key)
         if granted is None:
             self.num_stale += 1
@@ -154,6 +159,7 @@ class Receiver:
         start = time.perf_counter()
         self._codec.decode(assembly.header, segment.offset // unit_nbytes, coded, decoded)
         self._codec.count(segment.level, segment.nbytes, segment.coded_nbytes, time.perf_counter() - start)
+        assembly.loss = joined(assembly.loss, loss_of(segment.level))
         return decoded
 
     def _check(self, assembly: ChunkAssembly, segment: KVSegment, payload: Any) -> None:
@@ -199,7 +205,7 @@ class Receiver:
         elif reason:
             self._bad(assembly, segment.header, reason)
         elif segment.is_last:
-            self._count_arrived(segment.header)
+            self._count_arrived(msgspec.structs.replace(segment.header, loss=assembly.loss))
 
     def _compare(self, assembly: ChunkAssembly, segment: KVSegment, sums: np.ndarray) -> str | None:
         """Return why the pages do not hold the chunk, or None; compared at its last segment only."""

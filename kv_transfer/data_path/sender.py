@@ -235,7 +235,7 @@ class Sender:
 
 def check_sendable(header: ChunkHeader) -> None:
     """Raise ValueError now, in the caller's thread, if the header would not fit in front of a segment."""
-    full = msgspec.structs.replace(header, checksum=0xFFFF_FFFF_FFFF_FFFF)
+    full = msgspec.structs.replace(header, checksum=0xFFFF_FFFF_FFFF_FFFF, loss=max(LEVELS, key=len))
     write_meta(
         KVSegment(full, header.nbytes, header.nbytes, True, max(LEVELS, key=len), header.nbytes),
         np.zeros(META_NBYTES, dtype=np.uint8),

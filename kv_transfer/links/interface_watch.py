@@ -9,11 +9,17 @@ import socket
 class InterfaceWatch:
     """The interfaces at start.
 
-    An interface that is detached and attached again, as a container's, comes back with another index.
+    An interface that is detached and attached again, as a container's, comes back with another index. `broken` says
+    which were found to be gone, in words; it is empty if none was.
     """
 
     def __init__(self) -> None:
-        self._first = set(socket.if_nameindex())
+        self._first, self.broken = set(socket.if_nameindex()), ""
+
+    def judge(self) -> None:
+        """Look whether interfaces were replaced, after two connected ends found no path by UCX."""
+        if names := self.replaced():
+            self.broken = f"UCX uses the network interfaces of its start, and {', '.join(names)} came since"
 
     def replaced(self) -> list[str]:
         """Return the names of the interfaces at start that have another index now.

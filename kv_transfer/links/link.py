@@ -17,10 +17,11 @@ from typing import Protocol
 from contracts.errors import TandemError
 from contracts.handoff import Abort, AbortAck, HandoffMessage
 from contracts.ids import Incarnation, WorkerId
+from contracts.kv_loss import EXACT
 from contracts.layout import KVLayout
 from kv_transfer import events
 from kv_transfer.chunks.device_pool import Pool
-from kv_transfer.codecs.level import allowed_levels
+from kv_transfer.codecs.level import accepted_loss, allowed_levels
 from kv_transfer.connection.control_connection import PEER_CLOSED, ControlConnection
 from kv_transfer.connection.handshake import Identity
 from kv_transfer.connection.handshake_frames import Terms
@@ -208,6 +209,11 @@ class Link(ABC):
     def nbytes_per_s(self) -> float:
         """Return the rate of finished handoffs; 0.0 while unknown."""
         return 0.0
+
+    @property
+    def accepted_loss(self) -> str:
+        """Return the loss of KV that both ends allow here, see contracts.kv_loss."""
+        return accepted_loss(self._segments.levels) if self._segments else EXACT
 
     def _poll_timeout_s(self) -> float:
         """Return how many seconds the link's thread may sleep at most; 0 to poll for the next message."""

@@ -18,6 +18,8 @@ from kv_transfer.tiers.tier_stats import TierStats
 RETRY_S = 10.0
 """The seconds after which a disk that failed is tried again."""
 PROGRESS_S = 5.0
+CLOSE_TIMEOUT_S = 5.0
+"""How long the end of a worker waits for a disk that hangs while it is indexed."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _log = logging.getLogger(__name__)
 
@@ -60,6 +62,7 @@ class DiskTier:
 
     def lookup(self, keys: Sequence[BlockKey]) -> int:
         if not self.is_on:
+            self._try_again_if_due()
             return 0
         with self._lock:
             return next((index for index, key in enumerate(keys) if key not in self._places), len(keys))
@@ -125,7 +128,9 @@ class DiskTier:
 
     def close(self) -> None:
         self._is_closed = True
-        self._indexer.join()
+        self._indexer.join(CLOSE_TIMEOUT_S)
+        if self._indexer.is_alive():
+            _log.warning("KV on disk: %s does not answer; its index is given up", self._files.folder)
         if self._lock_file is not None:
             self._lock_file.close()
             self._lock_file = None
@@ -135,6 +140,9 @@ class DiskTier:
     def _open(self) -> None:
         """Take the folder, and index what is in it."""
         try:
+            if self._lock_file is not None:  # a folder that came back may be another one
+                self._lock_file.close()
+                self._lock_file = None
             self._files.make_folder()
             if not self._take_lock():
                 self._unreadable = "another process uses it; give each worker a folder of its own"
@@ -207,21 +215,23 @@ class DiskTier:
     # Bad luck.
 
     def _may_write(self) -> bool:
-        if self._unreadable or self._unwritable:
+        if self._unreadable:
+            self._try_again_if_due()
+            return False
+        return self._is_indexed and (not self._unwritable or self._retry_is_due())
+
+    def _retry_is_due(self) -> bool:
+        """Return whether to try again now; True for one caller in RETRY_S."""
+        with self._lock:
             if self._clock() < self._retry_at_s or self._is_closed:
                 return False
             self._retry_at_s = self._clock() + RETRY_S
-            if self._unreadable:
-                self._try_again()
-        return self._is_indexed and not self._unreadable
+            return True
 
-    def _try_again(self) -> None:
-        """Go on if the folder can be used again, with what it holds then."""
-        if self._indexer.is_alive():
+    def _try_again_if_due(self) -> None:
+        """Go on if the folder can be used again, with what it holds then; a thread finds out."""
+        if not self._unreadable or self._indexer.is_alive() or not self._retry_is_due():
             return
-        if self._lock_file is not None:  # a folder that came back may be another one
-            self._lock_file.close()
-            self._lock_file = None
         with self._lock:
             self._policy = EvictionPolicy(self._policy.capacity_nbytes)
             self._places.clear()

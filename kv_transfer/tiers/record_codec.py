@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from contracts.errors import ConfigError, Corrupt
+from contracts.errors import Corrupt
+from contracts.kv_loss import EXACT
 from contracts.kv_store import BlockKey
 from contracts.layout import KVLayout
 from kv_transfer.chunks import checksum as integrity
@@ -20,7 +21,7 @@ from kv_transfer.chunks.block_record import (
 )
 from kv_transfer.codecs import codec
 from kv_transfer.codecs.choice import CodecRate, choose_level
-from kv_transfer.codecs.level import BY_NUMBER, LEVELS
+from kv_transfer.codecs.level import BY_NUMBER, LEVELS, accepted_loss
 from kv_transfer.codecs.page_format import PageFormat, PageRun
 
 LEVELLED = "levelled"
@@ -38,52 +39,54 @@ class RecordCodec:
     """
 
     def __init__(self, layout: KVLayout, levels: Sequence[str]) -> None:
-        self.levels, self._layout, group = list(levels), layout, layout.only_group
+        self.levels, self.accepted_loss = list(levels), accepted_loss(levels)
+        self._layout, group = layout, layout.only_group
         self._format = PageFormat(group.dtype, group.num_kv_heads * group.num_layers, group.block_size, group.head_dim)
         self._runs = [PageRun(1, is_key=name == "k") for name in group.planes]
         # The planes lie layer by layer; coded are all keys, then all values.
         self._order = np.arange(group.num_planes).reshape(group.num_layers, len(group.planes)).T.reshape(-1)
         self._rates: Mapping[str, CodecRate] | None = None
 
-    def choose(self, record: memoryview, bandwidth: float, is_first: bool) -> str:
+    def choose(self, record: memoryview, bandwidth: float, may_lose: bool) -> str:
         """Return the level that pays for a record at so many bytes a second; "" for none.
 
-        `is_first`: of a prompt, whose first block every level keeps exact. The first call measures how fast coding is.
+        Not `may_lose`: the first block of a prompt, which every level keeps exact, or one that has lost something
+        already. The first call measures how fast coding is.
         """
         if not self.levels or not bandwidth > 0:
             return ""
         if self._rates is None:
             self._rates = self._measure(self._planes(np.frombuffer(record, np.uint8)[-self._layout.block_nbytes :]))
-        allowed = [name for name in self.levels if LEVELS[name].is_lossless or not is_first]
+        allowed = [name for name in self.levels if LEVELS[name].is_lossless or may_lose]
         return choose_level(len(record), len(record), bandwidth, self._rates, allowed)
 
-    def compress(self, record: memoryview, key: BlockKey, level: str) -> memoryview:
-        """Return the record at a level, or as it is if that makes it no smaller.
+    def compress(self, record: memoryview, key: BlockKey, level: str, new_key: BlockKey) -> memoryview | None:
+        """Return a record of `new_key` with the block at a level; None if that makes it no smaller.
 
-        Raises Corrupt and LayoutMismatch if it is no sealed record of `key`.
+        Raises Corrupt and LayoutMismatch if `record` is no sealed record of `key`.
         """
         block = verify(record, key, self._layout)
         payload = codec.encode(self._planes(block.payload), self._runs, self._format, LEVELS[level])
         kept = self._decode(memoryview(payload))
         facts = facts_of(
-            key,
+            new_key,
             self._layout,
             raw_nbytes=block.facts.raw_nbytes,
             stored_nbytes=len(payload),
             codec=LEVELLED,
             level=LEVELS[level].number,
-            raw_checksum=integrity.extend(integrity.seed_of(key), kept),
+            raw_checksum=integrity.extend(integrity.seed_of(new_key), kept),
         )
         if len(payload) + _FACTS_NBYTES > len(block.payload):
-            return record
+            return None
         buffer = memoryview(bytearray(max_record_nbytes(self._layout)))
         begin_record(facts, buffer)[:] = np.frombuffer(payload, np.uint8)
         return seal_record(facts, buffer)
 
-    def read(self, block: VerifiedBlock) -> np.ndarray:
-        """Return the KV of a block, uint8 in the order of the pool's planes.
+    def read(self, block: VerifiedBlock, loss: str = EXACT) -> np.ndarray:
+        """Return the KV of a block, uint8 in the order of the pool's planes. `loss`: that of its key.
 
-        Raises Corrupt if it is not what was coded, and ConfigError if it has lost more than this worker may take.
+        Raises Corrupt if it is not what was coded, or has lost what its key does not say.
         """
         facts = block.facts
         if facts.codec == RAW:
@@ -91,8 +94,8 @@ class RecordCodec:
         if facts.codec != LEVELLED or facts.level not in BY_NUMBER:
             raise Corrupt(f"codec is {facts.codec!r} at level {facts.level}, which this worker does not read")
         level = BY_NUMBER[facts.level]
-        if not level.is_lossless and level.name not in self.levels:
-            raise ConfigError(f"level is '{level.name}', which loses: set --kv-codec {level.name} to take it")
+        if not level.is_lossless and level.name != loss:
+            raise Corrupt(f"level is '{level.name}', which loses, under the key of {loss or 'exact'} KV")
         kept = self._decode(block.payload.data)
         if integrity.extend(integrity.seed_of(facts.key), kept) != facts.raw_checksum:
             raise Corrupt("raw_checksum differs: the KV is not what was coded")

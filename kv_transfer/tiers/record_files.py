@@ -95,7 +95,7 @@ class RecordFiles:
         self._root.mkdir(parents=True, exist_ok=True)
 
     def exists(self) -> bool:
-        return self._root.is_dir()
+        return os.path.isdir(self._root)  # Path.is_dir raises the error of a disk that fails
 
     def scan(self) -> Iterator[RecordFile]:
         """Yield every record there is, and remove what a writer that died left half written."""

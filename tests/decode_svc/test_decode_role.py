@@ -13,7 +13,7 @@ from contracts.ids import Epoch, GatewayId, Incarnation, RequestId
 from decode_svc.decode_role import DecodeRole
 from engine.messages import StepOutput
 from kv_transfer.events import ChunkBad, ChunkLanded, Drained, MessageReceived, PeerDisconnected
-from tests.path.scripted import D, P, Remembering, ScriptedEngine, first_token, opened
+from testing.scripted_worker_parts import D, P, Remembering, ScriptedEngine, first_token, opened
 from worker.core.attempt_table import AttemptTable
 from worker.handoff.incoming import EARLY_OFFER_S
 

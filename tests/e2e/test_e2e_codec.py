@@ -26,10 +26,10 @@ def flags(role: str, setting: str, *others: str) -> tuple[str, ...]:
     return "--role", role, "--kv-codec", setting, "--max-batched-tokens", "128", *others
 
 
-async def answers(folder: Path, prefill: str, decode: str) -> tuple[list[list[int]], dict[str, dict]]:
+async def answers(folder: Path, prefill: str, decode: str, *others: str) -> tuple[list[list[int]], dict[str, dict]]:
     """Return the tokens of all prompts and the levels that prefill's end of the link used.
 
-    `prefill`, `decode`: the `--kv-codec` of each.
+    `prefill`, `decode`: the `--kv-codec` of each. `others`: decode's further options.
     """
     http_port, kv_port = free_port(), free_port()
     own = "--port", str(http_port), "--transfer-port", str(kv_port), "--advertise-host", DECODE_HOST
@@ -38,26 +38,37 @@ async def answers(folder: Path, prefill: str, decode: str) -> tuple[list[list[in
         PacedProxy(f"127.0.0.1:{port}", rate, (DECODE_HOST, port))
         for port, rate in ((http_port, FAST), (kv_port, SLOW))
     ]
-    workers = {"p": flags("prefill", prefill), "d": flags("decode", decode, *own)}
+    workers = {"p": flags("prefill", prefill), "d": flags("decode", decode, *own, *others)}
     try:
         with Services(folder, workers, **PLAIN) as services:
             for name in ("p", "d", "gateway"):
                 services.start(name)
             await asyncio.gather(*(services.ready(name) for name in ("p", "d", "gateway")))
             until(lambda: httpx.get(f"{services.url}/ready").status_code == 200)
-            tokens = [await asyncio.to_thread(ask, services.url, index) for index in range(NUM_PROMPTS)]
-            return tokens, levels(services.facts("p")["url"])
+            replies = [await asyncio.to_thread(ask, services.url, index) for index in range(NUM_PROMPTS)]
+            return [tokens for tokens, _ in replies], levels(services.facts("p")["url"])
     finally:
         for proxy in proxies:
             proxy.close()
 
 
-def ask(url: str, index: int) -> list[int]:
+async def answers_alone(folder: Path, *others: str) -> list[tuple[list[int], int]]:
+    """Return what a worker that takes no loss answers, and how many tokens of each prompt it found cached."""
+    folder.mkdir()
+    with Services(folder, {"m": flags("mixed", "auto", *others)}, **PLAIN) as services:
+        await services.start_all(DEADLINE_S)
+        until(lambda: httpx.get(f"{services.url}/ready").status_code == 200)
+        return [await asyncio.to_thread(ask, services.url, index) for index in range(NUM_PROMPTS)]
+
+
+def ask(url: str, index: int) -> tuple[list[int], int]:
+    """Return the tokens of an answer, and how many of its prompt were cached."""
     prompt = [(17 * index + 13 * position) % 4000 + 100 for position in range(400)]
     body = {"prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     reply = httpx.post(f"{url}/v1/completions", json=body, timeout=DEADLINE_S)
     assert reply.status_code == 200, reply.text
-    return reply.json()["choices"][0]["token_ids"]
+    answer = reply.json()
+    return answer["choices"][0]["token_ids"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
 def levels(url: str) -> dict[str, dict]:
@@ -82,6 +93,13 @@ async def test_a_slow_network_changes_no_token_unless_a_lossy_level_is_named_at_
     assert set(used) - {"raw"} == {"lossless"}
     assert used["lossless"]["wire_nbytes"] < 0.9 * used["lossless"]["nbytes"]
 
-    _, used = await answers(tmp_path / "4bit", "4bit", "4bit")
+    (tmp_path / "store").mkdir()
+    store = "--kv-store", f"file://{tmp_path}/store"
+    _, used = await answers(tmp_path / "4bit", "4bit", "4bit", *store)
     assert set(used) - {"raw"} == {"4bit"}
     assert used["4bit"]["wire_nbytes"] < 0.25 * used["4bit"]["nbytes"]
+    # Decode has kept what it got: lossy KV for those who take that loss alone, and the first that was sent as it was.
+    assert sum(1 for path in (tmp_path / "store").rglob("*") if path.is_file()) >= NUM_PROMPTS * (400 // 16)
+    alone = await answers_alone(tmp_path / "alone", *store)
+    assert [tokens for tokens, _ in alone] == plain
+    assert sum(cached for _, cached in alone) < NUM_PROMPTS * 384 // 2

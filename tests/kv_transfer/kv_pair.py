@@ -117,10 +117,11 @@ def send(
     num_tokens: int,
     pages: list[int],
     epoch: int = 1,
+    loss: str = "",
 ) -> None:
     blocks = [BlockId(page) for page in pages]
     key, sums = (RequestId(request_id), Epoch(epoch)), prefill.checksums(blocks)
-    prefill.node.send_chunk(decode.name, *key, index, first, num_tokens, blocks, sums)
+    prefill.node.send_chunk(decode.name, *key, index, first, num_tokens, blocks, sums, loss=loss)
 
 
 def fin(request_id: str, num_chunks: int, epoch: int = 1) -> Fin:

@@ -12,7 +12,7 @@ from contracts.ids import BlockId, Epoch, RequestId
 from contracts.layout import KVLayout
 from contracts.request import WorkerRef
 from kv_transfer.data_path.compression import LinkBandwidth, SegmentCodec
-from kv_transfer.events import ChunkBad, LinkStats
+from kv_transfer.events import ChunkBad, ChunkLanded, LinkStats
 from testing.paced_proxy import PacedProxy
 from tests.kv_transfer.kv_pair import Peer, fin, send
 
@@ -34,14 +34,16 @@ class SlowPair:
         self.sent = self.prefill.pool.view(np.float32)
         self.sent[:] = np.random.default_rng(1).normal(size=self.sent.shape)
         self.proxy = PacedProxy(self.decode.node.address, SLOW)
+        self.losses: list[str] = []
 
-    def hand_over(self, request_id: str = "a") -> None:
-        """Move all pages of prefill's to decode's, in two chunks, until Commit."""
+    def hand_over(self, request_id: str = "a", loss: str = "") -> None:
+        """Move all pages of prefill's to decode's, in two chunks, until Commit. `losses` has those that arrived."""
         self.offer(request_id)
         half = NUM_TOKENS // 2
         for index in range(2):
             pages = PAGES[index * 64 : (index + 1) * 64]
-            send(self.prefill, self.decode, request_id, index, index * half, half, pages)
+            send(self.prefill, self.decode, request_id, index, index * half, half, pages, loss=loss)
+        self.losses = [self.decode.wait(ChunkLanded).header.loss for _ in range(2)]
         self.prefill.node.finish(self.decode.name, fin(request_id, 2))
         self.decode.node.commit(self.prefill.name, self.prefill.message(Commit, request_id))
 
@@ -94,6 +96,7 @@ def test_a_slow_link_compresses_without_loss_by_itself(pairs) -> None:
     pair.hand_over()
     assert (pair.received == pair.sent).all()
     assert pair.levels == {"lossless"}
+    assert pair.losses == ["", ""]
     lossless = pair.stats.levels["lossless"]
     assert lossless.wire_nbytes < 0.95 * lossless.nbytes and lossless.seconds > 0
     assert sum(level.nbytes for level in pair.stats.levels.values()) == pair.stats.nbytes
@@ -107,6 +110,15 @@ def test_a_level_that_both_ends_name_is_taken_and_the_first_page_stays_exact(pai
     assert np.abs(pair.received - pair.sent).max() < 0.2
     assert (pair.received[:, 0] == pair.sent[:, 0]).all()
     assert (pair.received[:, -1] != pair.sent[:, -1]).any()
+    assert pair.losses == ["4bit", "4bit"]
+    assert pair.decode.node.loss_from(pair.prefill.name) == "4bit"
+
+
+def test_kv_that_came_inexact_to_prefill_arrives_as_such(pairs) -> None:
+    pair = pairs("off", "off")
+    pair.hand_over(loss="8bit")
+    assert pair.losses == ["8bit", "8bit"]
+    assert pair.decode.node.loss_from(pair.prefill.name) == ""
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [("off", "auto"), ("auto", "off")])
@@ -122,6 +134,7 @@ def test_a_lossy_level_that_one_end_names_is_not_taken(pairs) -> None:
     pair.hand_over()
     assert (pair.received == pair.sent).all()
     assert pair.levels == {"lossless"}
+    assert pair.decode.node.loss_from(pair.prefill.name) == ""
 
 
 def test_a_damaged_payload_is_found_before_a_page_changes(pairs, monkeypatch: pytest.MonkeyPatch) -> None:

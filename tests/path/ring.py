@@ -12,7 +12,7 @@ from contracts.sampling import SamplingParams
 from coordinator.request_states import RequestState, TransitionCheck, check_transition
 from decode_svc.decode_role import DecodeRole
 from prefill_svc.prefill_role import PrefillRole
-from tests.path.twins import FakeEngine, FakeLink, FakeNetwork, FakeNode, expected_token, worker_ref
+from testing.worker_twins import FakeEngine, FakeLink, FakeNetwork, FakeNode, expected_token, worker_ref
 from worker.core.attempt_table import AttemptTable
 from worker.core.engine_core import EngineCore
 from worker.core.local_role import LocalRole

@@ -8,8 +8,8 @@ from contracts.ids import Epoch, RequestId
 from contracts.request import Cancel, Job, Route
 from contracts.sampling import SamplingParams
 from coordinator.request_states import TransitionCheck
+from testing.worker_twins import worker_ref
 from tests.path.ring import GATEWAY, D, P, Ring, answer
-from tests.path.twins import worker_ref
 
 
 def test_a_request_crosses_and_every_page_comes_back():

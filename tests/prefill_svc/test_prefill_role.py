@@ -16,7 +16,7 @@ from contracts.ids import BlockId, Epoch, Incarnation, RequestId
 from engine.messages import ChunkDone, ChunkScheduled, Ended, Sampled, StepOutput
 from kv_transfer.events import Drained, MessageReceived, PeerDisconnected
 from prefill_svc.prefill_role import PrefillRole
-from tests.path.scripted import NOTHING, D, P, Remembering, ScriptedEngine, first_token, opened
+from testing.scripted_worker_parts import NOTHING, D, P, Remembering, ScriptedEngine, first_token, opened
 from worker.core.attempt_table import AttemptTable
 
 R, E = RequestId("r"), Epoch(1)
@@ -60,7 +60,7 @@ def cut(num_tokens: int, cuts: set[int], key: RequestId) -> list[ChunkDone]:
     spans = [
         (first, end, [BlockId(b) for b in range(first // BLOCK, -(-end // BLOCK))]) for first, end in pairwise(edges)
     ]
-    return [ChunkDone(key, first, end - first, blocks, Sums(blocks)) for first, end, blocks in spans]
+    return [ChunkDone(key, first, end - first, blocks, Sums(blocks), "4bit") for first, end, blocks in spans]
 
 
 @given(st.integers(1, 60), st.sets(st.integers(1, 14)), st.integers(0, 14), st.integers(0, 15))
@@ -74,8 +74,8 @@ def test_what_decode_lacks_is_sent_once_in_order_whenever_the_grant_comes(num_to
         side.compute(chunk, is_last=number == len(chunks) - 1)
     sent = side.node.told("send_chunk")
     at = skip
-    for number, (peer, request_id, epoch, index, first, count, pages, sums) in enumerate(sent):
-        assert (peer, request_id, epoch, index, first) == (D, R, E, number, at)
+    for number, (peer, request_id, epoch, index, first, count, pages, sums, loss) in enumerate(sent):
+        assert (peer, request_id, epoch, index, first, loss) == (D, R, E, number, at, "4bit")
         assert count > 0, "the node refuses an empty chunk with a ValueError"
         assert pages == sums == [BlockId(b) for b in range(first // BLOCK, -(-(first + count) // BLOCK))]
         at += count

@@ -1,6 +1,7 @@
-"""Event streams: no gaps in a sequence, one stream per gateway, and a closed one is missed after its grace."""
+"""Event streams: no gaps in a sequence, one stream per gateway, and the end of one is told after its grace."""
 
 import asyncio
+import time
 
 import pytest
 
@@ -31,6 +32,10 @@ async def read(listener, num_frames: int) -> list[EventFrame]:
     return frames
 
 
+def ended(streams: EventStreams) -> list[GatewayId]:
+    return [gateway_id for gateway_id, _ in streams.broken(grace_s=0.0)]
+
+
 async def test_a_stream_says_hello_and_then_everything_in_order_without_gaps():
     streams = make_streams()
     listener = streams.listen(GATEWAY)
@@ -59,18 +64,24 @@ async def test_a_second_stream_of_a_gateway_ends_the_first():
         await anext(first)
     streams.publish(GATEWAY, [failed("r")])
     assert (await read(second, 1))[0].events == [failed("r")]
-    assert streams.gone(0.0) == []
+    assert ended(streams) == [GATEWAY]
 
 
-async def test_a_gateway_that_left_is_told_once_and_not_if_it_came_back():
+async def test_a_stream_that_ended_is_told_once_with_its_time():
     streams = make_streams()
     listener = streams.listen(GATEWAY)
     await read(listener, 1)
     await listener.aclose()
     assert not streams.has(GATEWAY)
-    assert streams.gone(grace_s=60.0) == []
-    assert streams.gone(grace_s=0.0) == [GATEWAY]
-    assert streams.gone(grace_s=0.0) == []
+    assert streams.broken(grace_s=60.0) == []
+    before_s = time.monotonic()
+    again = streams.listen(GATEWAY)
+    await read(again, 1)
+    [(gateway_id, broken_s)] = streams.broken(grace_s=0.0)
+    assert gateway_id == GATEWAY and broken_s <= before_s
+    assert ended(streams) == []
+    streams.close()
+    assert ended(streams) == [GATEWAY]
 
 
 async def test_a_gateway_that_reads_nothing_is_cut_off(monkeypatch):
@@ -94,9 +105,9 @@ async def test_a_gateway_that_is_stuck_is_gone_and_takes_no_more_memory(monkeypa
         streams.publish(GATEWAY, [failed(f"r{number}")])
     assert stuck.backlog == []
     assert not streams.has(GATEWAY)
-    assert streams.gone(grace_s=0.0) == [GATEWAY]
+    assert ended(streams) == [GATEWAY]
     await listener.aclose()
-    assert streams.gone(grace_s=0.0) == []
+    assert ended(streams) == []
 
 
 async def test_what_was_published_before_the_end_is_told():

@@ -18,6 +18,7 @@ from contracts.events import (
     Tokens,
 )
 from contracts.ids import Epoch, GatewayId, RequestId
+from contracts.kv_loss import EXACT
 from contracts.request import Job
 from worker.core.role_handler import Attempt
 
@@ -40,10 +41,11 @@ class AttemptTable:
 
     A request leaves by finish, fail, moved, or leave; after that it is unknown. Beside its attempt, a request may have
     a migration that takes it elsewhere. Events are collected until `take()`, once a step. Not thread-safe: it belongs
-    to the core's loop.
+    to the core's loop. `loss`: that of the attempts, see Attempt.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, loss: str = EXACT) -> None:
+        self._loss = loss
         self._by_id: dict[RequestId, Attempt] = {}
         self._by_key: dict[RequestId, Attempt] = {}
         self._migrations: dict[RequestId, Attempt] = {}
@@ -61,7 +63,7 @@ class AttemptTable:
         if job.request_id in self._by_id or job.epoch <= self._cancelled.get(job.request_id, 0):
             self.num_stale += 1
             return None
-        attempt = Attempt(job, deadline_s=now + job.timeout_s, mark_s=now)
+        attempt = Attempt(job, deadline_s=now + job.timeout_s, mark_s=now, loss=self._loss)
         self._by_id[job.request_id] = self._by_key[attempt.key] = attempt
         return attempt
 

@@ -118,9 +118,9 @@ class EngineCore(StepObserver):
             case Work(jobs, taken_s):
                 for job in jobs:
                     self._on_work(job, taken_s)
-            case GatewayGone(gateway_id):
+            case GatewayGone(gateway_id, broken_s):
                 for attempt in self._attempts:
-                    if attempt.job.gateway_id == gateway_id:
+                    if attempt.job.gateway_id == gateway_id and attempt.taken_s < broken_s:
                         self._drop(attempt, "its gateway is gone")
             case KnownPeers(workers):
                 self._node.meet(workers)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from contracts.hashing import block_key
+from contracts.hashing import block_key, inexact_digest
 from contracts.ids import RequestId
 from contracts.kv_store import BlockKey, KVStore
 from contracts.layout import KVLayout
@@ -66,7 +66,9 @@ class KVTiers:
     def begin(self, load: PrefixLoad) -> bool:
         """Begin a load if a tier in this machine holds what pays, or a store may; see LowerTiers."""
         budget = LoadBudget(load.first_token, load.num_tokens, self._layout.block_size, self._rate())
-        entry = BlockLoad(load, [self._key(digest) for digest in load.digests], budget, self._clock())
+        exact = [self._key(digest) for digest in load.digests]
+        lossy = [self._key(inexact_digest(digest, load.loss)) for digest in load.digests] if load.loss else []
+        entry = BlockLoad(load, exact, lossy, budget, self._clock())
         self._loads[load.request_id] = entry
         if not self._ask_next(entry):
             del self._loads[load.request_id]
@@ -98,7 +100,7 @@ class KVTiers:
         self._counts["missed_blocks"] += len(load.keys) - load.num_done
         self._counts["loaded_prompts" if load.num_done else "missed_prompts"] += 1
         self._load_s += seconds
-        return EndedLoad(request_id, load.num_done, seconds)
+        return EndedLoad(request_id, load.num_done, seconds, load.num_exact)
 
     def seconds_to_deadline(self) -> float | None:
         """Return when `finished` has to be called next at the latest; None if nothing is being loaded."""
@@ -159,11 +161,11 @@ class KVTiers:
 
         Those in this machine come first: to know what they hold takes no time.
         """
-        if not load.missing_keys:
+        if load.num_done == len(load.keys):
             return False
         rest = [loader for name, loader in self._loaders.items() if name not in load.asked]
         local = [loader for loader in rest if loader.tier.is_local and loader.can_load]
-        offers = [loader.offer(loader.tier.lookup(load.missing_keys)) for loader in local]
+        offers = [loader.offer(len(load.held_by(loader.tier))) for loader in local]
         plan = plan_load(offers, load.next_token, load.budget.block_size, load.budget.tokens_per_s)
         used = {part.tier for part in plan.parts}
         for loader, offer in zip(local, offers, strict=True):

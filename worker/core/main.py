@@ -16,6 +16,7 @@ from contracts.ids import Incarnation, WorkerId
 from engine.engine import Engine
 from engine.loader import load_engine, resolve_device
 from engine.settings import EngineSettings
+from kv_transfer.codecs.level import accepted_loss, allowed_levels
 from kv_transfer.node import TransferNode
 from kv_transfer.settings import TransferSettings
 from kv_transfer.transports.registry import device_staging_nbytes
@@ -85,7 +86,7 @@ def serve(
         )
         node.start()
         with closing(node):
-            attempts = AttemptTable()
+            attempts = AttemptTable(accepted_loss(allowed_levels(settings.kv_codec)))
             roles = make_roles(settings, me, engine, node, attempts)
             core = EngineCore(me, engine, node, roles, attempts, link)
             if resolve_device(settings.device) == "cpu":  # a GPU computes cached blocks behind the host's back

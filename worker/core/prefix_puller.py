@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from contracts.errors import Corrupt, OutOfBlocks, RequestError
-from contracts.handoff import Abort, Commit, Grant, Offer, PrefixRequest, Refuse
+from contracts.handoff import Abort, ChunkHeader, Commit, Grant, Offer, PrefixRequest, Refuse
 from contracts.ids import Epoch, RequestId, WorkerId
 from contracts.request import WorkerRef
 from contracts.sampling import SamplingParams
@@ -50,6 +50,7 @@ class Pull:
     token_ids: Sequence[int]
     cache_salt: str
     priority: int
+    loss: str
     then: Callable[[], None] | None
     offer: Offer | None = None
     reservation: Reservation | None = None
@@ -87,7 +88,7 @@ class PrefixPuller:
         Returns whether it was asked; then `then` is called once, when the pull has ended, unless it is dropped.
         """
         job, size = attempt.job, self._engine.layout.block_size
-        source, held = job.route.source, self._engine.prefix_exports.count(digests)
+        source, held = job.route.source, self._engine.prefix_exports.count(digests, attempt.loss)
         missing = digests[held : held + MAX_BLOCKS]
         tokens_per_s = self._tokens_per_s() or GUESSED_TOKENS_PER_S
         block_s = self._engine.layout.block_nbytes / self._rate.nbytes_per_s
@@ -101,7 +102,7 @@ class PrefixPuller:
             return False
         id_ = RequestId(f"pull:{job.request_id}"), job.epoch
         budget = LoadBudget(held * size, len(job.token_ids), size, tokens_per_s)
-        facts = held * size, now, budget, job.token_ids, job.cache_salt, job.priority
+        facts = held * size, now, budget, job.token_ids, job.cache_salt, job.priority, attempt.loss
         self._open[id_] = Pull(id_, source, *facts, then)
         request = PrefixRequest(
             request_id=id_[0],
@@ -134,7 +135,7 @@ class PrefixPuller:
                     self._settle(pull, now, is_drained=pull.reservation is None)
             case ChunkLanded(_, header, _) if self._knows(id_ := (header.request_id, header.epoch)):
                 if (pull := self._open.get(id_)) and pull.reservation is not None:
-                    self._on_chunk(pull, header.index, header.first_token, header.num_tokens, header.nbytes, now)
+                    self._on_chunk(pull, header, now)
             case ChunkBad(_, header, reason) if self._knows(id_ := (header.request_id, header.epoch)):
                 if pull := self._open.get(id_):
                     self._fail(pull, reason, now)
@@ -214,12 +215,15 @@ class PrefixPuller:
         request_id, epoch = id_
         self._node.refuse(peer_id, Refuse(request_id=request_id, epoch=epoch, code=code, reason=reason))
 
-    def _on_chunk(self, pull: Pull, index: int, first_token: int, num_tokens: int, nbytes: int, now: float) -> None:
-        if (index, first_token) != (pull.num_chunks, pull.next_token):
+    def _on_chunk(self, pull: Pull, header: ChunkHeader, now: float) -> None:
+        if (header.index, header.first_token) != (pull.num_chunks, pull.next_token):
             pull.next_token = 0
-            self._fail(pull, f"chunk {index} at token {first_token} is not the next", now)
+            self._fail(pull, f"chunk {header.index} at token {header.first_token} is not the next", now)
             return
-        pull.num_chunks, pull.next_token, pull.nbytes = index + 1, first_token + num_tokens, pull.nbytes + nbytes
+        if header.loss:
+            self._engine.incoming_lost(pull.key, header.first_token, header.loss)
+        pull.num_chunks, pull.nbytes = header.index + 1, pull.nbytes + header.nbytes
+        pull.next_token = header.first_token + header.num_tokens
         if pull.offer is not None and pull.next_token == pull.offer.num_tokens:
             self._rate.add(pull.nbytes, now - pull.answered_s)
             self._counters["kv_peer_load_seconds"] += now - pull.began_s
@@ -297,4 +301,5 @@ def _request(pull: Pull, num_tokens: int) -> EngineRequest:
         sampling=SamplingParams(max_tokens=1, seed=0),
         priority=pull.priority,
         cache_salt=pull.cache_salt,
+        loss=pull.loss,
     )

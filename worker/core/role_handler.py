@@ -6,6 +6,7 @@ from typing import Literal, Protocol
 
 from contracts.events import Token
 from contracts.ids import Epoch, RequestId
+from contracts.kv_loss import EXACT
 from contracts.request import Job
 from engine.messages import ChunkScheduled, EngineRequest, StepOutput
 from kv_transfer.events import TransferEvent
@@ -29,7 +30,8 @@ class Attempt:
     `stages_s`: its time account on this worker, stage -> seconds. `has_sent_stages`: the gateway has been sent the
     times up to the first token. `longest_step_s` and `longest_step_kind`: the longest engine step since its first
     token, none while the kind is empty.
-    `recent`: the newest tokens that were sent to the gateway.
+    `recent`: the newest tokens that were sent to the gateway. `loss`: of cached KV that a prompt may use which is
+    computed here, see contracts.kv_loss.
     """
 
     job: Job
@@ -42,6 +44,12 @@ class Attempt:
     longest_step_s: float = 0.0
     longest_step_kind: StepKind | Literal[""] = ""
     recent: deque[Token] = field(default_factory=lambda: deque(maxlen=MAX_RECENT_TOKENS))
+    loss: str = EXACT
+
+    @property
+    def taken_s(self) -> float:
+        """Return when its job was taken; see messages.Work."""
+        return self.deadline_s - self.job.timeout_s
 
     @property
     def id(self) -> AttemptId:
@@ -52,8 +60,8 @@ class Attempt:
         """Return the engine's id of this attempt."""
         return attempt_key(self.job.request_id, self.job.epoch)
 
-    def request(self, handoff: bool = False) -> EngineRequest:
-        """Return the job as a request of the engine."""
+    def request(self, handoff: bool = False, loss: str | None = None) -> EngineRequest:
+        """Return the job as a request of the engine. `loss`: instead of the attempt's own."""
         job = self.job
         return EngineRequest(
             request_id=self.key,
@@ -63,6 +71,7 @@ class Attempt:
             priority=job.priority,
             cache_salt=job.cache_salt,
             num_answered=job.num_answered,
+            loss=self.loss if loss is None else loss,
         )
 
     def is_first(self, token: Token) -> bool:

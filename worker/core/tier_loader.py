@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from contracts.errors import ConfigError, Corrupt, LayoutMismatch
+from contracts.errors import Corrupt, LayoutMismatch
+from contracts.kv_loss import EXACT
 from contracts.kv_store import BlockKey, KVStore
 from contracts.layout import KVLayout
 from engine.cache.load_plan import MAX_BATCH, LoadBudget, PrefixLoad, TierOffer, TierRate, plan_load
@@ -20,6 +21,8 @@ from worker.core.tier_writer import join
 
 NUM_THREADS = 2
 """The loads that one tier serves at once."""
+MAX_LOOKUPS = 3
+"""How often a tier is asked for exact blocks and then for others, where the two alternate in a prompt."""
 PROBE_PERIOD_S = 1.0
 """How often a store that is off may be asked whether it is back."""
 FIRST_GUESSES = {"host": (4e9, 0.0), "disk": (1e9, 0.001), "store": (2e8, 0.002)}
@@ -32,16 +35,19 @@ _log = logging.getLogger(__name__)
 class BlockLoad:
     """A load under way. `lock` is held while a page is written, and while `is_over` is set.
 
-    `asked`: the tiers that were asked, in order; the last has it now.
+    `keys` are of the exact blocks, `lossy_keys` of those with the loss that the prompt takes, if it takes any.
+    `asked`: the tiers that were asked, in order; the last has it now. `first_lossy`: of the blocks that are done.
     """
 
     wanted: PrefixLoad
     keys: list[BlockKey]
+    lossy_keys: list[BlockKey]
     budget: LoadBudget
     start_s: float
     lock: threading.Lock = field(default_factory=threading.Lock)
     asked: list[str] = field(default_factory=list)
     num_done: int = 0
+    first_lossy: int | None = None
     is_over: bool = False
 
     @property
@@ -54,8 +60,23 @@ class BlockLoad:
         return self.wanted.first_token + self.num_done * self.budget.block_size
 
     @property
-    def missing_keys(self) -> list[BlockKey]:
-        return self.keys[self.num_done :]
+    def num_exact(self) -> int:
+        """Return how many of the blocks that are done come before the first that has lost something."""
+        return self.num_done if self.first_lossy is None else self.first_lossy
+
+    def held_by(self, tier: KVStore) -> list[BlockKey]:
+        """Return the keys of the missing blocks that a tier holds, from the first without a gap.
+
+        Exact ones come before those that have lost something.
+        """
+        held: list[BlockKey] = []
+        for turn, keys in enumerate((self.keys, self.lossy_keys) * MAX_LOOKUPS):
+            missing = keys[self.num_done + len(held) :]
+            num_held = tier.lookup(missing) if missing else 0
+            if turn and not num_held:
+                break
+            held += missing[:num_held]
+        return held
 
     def stop(self) -> None:
         """Let nothing be written to its pages once this returns."""
@@ -158,47 +179,48 @@ class TierLoader:
             self._pass_on(load)
 
     def _next(self) -> tuple[BlockLoad, int] | None:
-        """Wait for a load; a store that is off is asked meanwhile, for nobody else asks it then."""
+        """Wait for a load; a tier that is off is asked meanwhile, for nobody else asks it then."""
         while True:
             try:
-                return self._queue.get(timeout=None if self.tier.is_local else PROBE_PERIOD_S)
+                return self._queue.get(timeout=PROBE_PERIOD_S)
             except queue.Empty:
                 if not self.tier.is_on:
                     self.tier.lookup([_PROBE])
 
     def _load(self, load: BlockLoad, last: int, into: Sequence[memoryview]) -> None:
         """Load the blocks before `last`, as far as they are here, right, and in time."""
-        if not self.tier.is_local:
-            last = self._find(load)
-        first = load.num_done
+        keys = load.held_by(self.tier)[: last - load.num_done] if self.tier.is_local else self._find(load)
         size = load.budget.blocks_per_batch(self._record_nbytes / self.rate.nbytes_per_s)
-        for start in range(first, last, size):
-            if load.is_over or not self._load_batch(load, start, min(start + size, last), into):
+        for start in range(0, len(keys), size):
+            if load.is_over or not self._load_batch(load, keys[start : start + size], into):
                 return
 
-    def _find(self, load: BlockLoad) -> int:
-        """Return before which block to load from a tier that has to be asked."""
+    def _find(self, load: BlockLoad) -> list[BlockKey]:
+        """Return the keys of what to load from a tier that has to be asked."""
         start_s = time.perf_counter()
-        num_held = self.tier.lookup(load.missing_keys)
+        held = load.held_by(self.tier)
         self.rate.add_lookup(time.perf_counter() - start_s)
         budget = load.budget
-        plan = plan_load([self.offer(num_held)], load.next_token, budget.block_size, budget.tokens_per_s)
-        if num_held and not plan.parts:
+        plan = plan_load([self.offer(len(held))], load.next_token, budget.block_size, budget.tokens_per_s)
+        if held and not plan.parts:
             self.rate.passed_over()
-        return load.num_done + plan.num_blocks
+        return held[: plan.num_blocks]
 
-    def _load_batch(self, load: BlockLoad, first: int, last: int, into: Sequence[memoryview]) -> bool:
-        """Load blocks `[first, last)`; returns whether all of them are in their pages."""
-        keys, start_s = load.keys[first:last], time.perf_counter()
+    def _load_batch(self, load: BlockLoad, keys: Sequence[BlockKey], into: Sequence[memoryview]) -> bool:
+        """Load the next blocks, of these keys; returns whether all of them are in their pages."""
+        first, start_s = load.num_done, time.perf_counter()
         sizes = self.tier.load(keys, into[: len(keys)])
-        is_whole = all(self._fill(load, first + index, into[index][:nbytes]) for index, nbytes in enumerate(sizes))
+        is_whole = all(
+            self._fill(load, first + index, keys[index], into[index][:nbytes]) for index, nbytes in enumerate(sizes)
+        )
         # In bytes of KV, and with the decoding, since plans ask how soon a block is in its pages.
         self.rate.add(len(sizes) * self._record_nbytes, time.perf_counter() - start_s)
         return is_whole and len(sizes) == len(keys)
 
-    def _fill(self, load: BlockLoad, index: int, record: memoryview) -> bool:
+    def _fill(self, load: BlockLoad, index: int, key: BlockKey, record: memoryview) -> bool:
         """Put a block into its page; returns False if it is not right, or no longer wanted."""
-        payload = self._verified(record, load.keys[index])
+        is_exact = key == load.keys[index]
+        payload = self._verified(record, key, EXACT if is_exact else load.wanted.loss)
         if payload is None:
             return False
         with load.lock:
@@ -206,24 +228,23 @@ class TierLoader:
                 return False
             self._pages[:, load.wanted.blocks[index]] = payload.reshape(self._pages.shape[0], self._pages.shape[2])
             load.num_done = index + 1
+            if not is_exact and load.first_lossy is None:
+                load.first_lossy = index
         self._counts["loaded_blocks"] += 1
         return True
 
-    def _verified(self, record: memoryview, key: BlockKey) -> np.ndarray | None:
+    def _verified(self, record: memoryview, key: BlockKey, loss: str) -> np.ndarray | None:
         """Return the KV of a block, or None for a record that is not to be believed, which is evicted."""
         try:
-            return self._codec.read(verify(record, key, self._layout))
-        except ConfigError as error:  # others may take it
-            self._refuse(str(error), "left alone")
-            return None
+            return self._codec.read(verify(record, key, self._layout), loss)
         except (Corrupt, LayoutMismatch) as error:
-            self._refuse(str(error), "forgotten")
+            self._refuse(str(error))
         self.tier.evict([key])
         return None
 
-    def _refuse(self, reason: str, fate: str) -> None:
+    def _refuse(self, reason: str) -> None:
         field_name = reason.split(" ", 1)[0]
         self._counts["refused_blocks"] += 1
         if field_name not in self._named:
             self._named.add(field_name)
-            _log.warning("KV from the %s tier is refused and %s: %s", self.tier.name, fate, reason)
+            _log.warning("KV from the %s tier is refused and forgotten: %s", self.tier.name, reason)

@@ -6,13 +6,16 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
+from contracts.hashing import inexact_digest
 from contracts.kv_store import BlockKey, BlockWorth, KVStore
 from contracts.layout import KVLayout
 from engine.cache.load_plan import NewBlock
 from kv_transfer.chunks.block_record import begin_record, facts_of, max_record_nbytes, seal_record
+from kv_transfer.codecs.level import loss_of
 from kv_transfer.tiers.record_codec import RecordCodec, WriteRate
 
 MAX_NEW_BLOCKS = 4096
@@ -21,6 +24,19 @@ MAX_QUEUED_NBYTES = 256 << 20
 CLOSE_TIMEOUT_S = 5.0
 """How long the end of a worker waits for a tier that does not answer."""
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedRecord:
+    """A record for a tier.
+
+    `lossy_key`: of the block once it has lost something; None if it may lose nothing.
+    """
+
+    key: BlockKey
+    record: bytes
+    worth: BlockWorth
+    lossy_key: BlockKey | None
 
 
 class TierWriter:
@@ -32,20 +48,20 @@ class TierWriter:
         self._codec, self._rate = codec, WriteRate()
         self._compressed = Counter(dict.fromkeys(("compressed_blocks", "compressed_raw_bytes", "compressed_bytes"), 0))
         self._levels: set[str] = set()
-        self._queue: queue.SimpleQueue[tuple[BlockKey, bytes, BlockWorth] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[QueuedRecord | None] = queue.SimpleQueue()
         self._nbytes = 0
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name=f"kv-{tier.name}-write", daemon=True)
         self._thread.start()
 
-    def put(self, key: BlockKey, record: memoryview, worth: BlockWorth) -> None:
-        """Queue a copy of a record, or drop it."""
+    def put(self, queued: QueuedRecord) -> None:
+        """Queue a record, or drop it."""
         with self._lock:
-            if self._nbytes + len(record) > MAX_QUEUED_NBYTES:
+            if self._nbytes + len(queued.record) > MAX_QUEUED_NBYTES:
                 self.num_dropped += 1
                 return
-            self._nbytes += len(record)
-        self._queue.put((key, bytes(record), worth))
+            self._nbytes += len(queued.record)
+        self._queue.put(queued)
 
     def close(self) -> None:
         """End after what is being kept, or without it after CLOSE_TIMEOUT_S; what waits is dropped."""
@@ -63,34 +79,37 @@ class TierWriter:
         return {"dropped_blocks": float(self.num_dropped)} | {name: float(n) for name, n in self._compressed.items()}
 
     def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            key, record, worth = item
-            if self.tier.is_local or not self.tier.lookup([key]):  # another worker may have sent it
-                self._store(key, memoryview(record), worth)
+        while (queued := self._queue.get()) is not None:
+            if self.tier.is_local or not self.tier.lookup([queued.key]):  # another worker may have sent it
+                self._store(queued)
             with self._lock:
-                self._nbytes -= len(record)
+                self._nbytes -= len(queued.record)
 
-    def _store(self, key: BlockKey, record: memoryview, worth: BlockWorth) -> None:
+    def _store(self, queued: QueuedRecord) -> None:
         """Keep a record, compressed if the tier takes bytes so slowly that it pays; memory never does."""
-        if self.tier.name != "host" and (
-            level := self._codec.choose(record, self._rate.nbytes_per_s, worth.parent is None)
-        ):
-            record = self._compress(key, record, level)
+        key, record, level = queued.key, memoryview(queued.record), ""
+        if self.tier.name != "host":
+            level = self._codec.choose(record, self._rate.nbytes_per_s, queued.lossy_key is not None)
+        if level:
+            small_key = queued.lossy_key if loss_of(level) and queued.lossy_key is not None else key
+            if small_key != key and self.tier.lookup([small_key]):
+                return
+            small = self._codec.compress(record, key, level, small_key)
+            if small is not None:
+                self._count_compressed(level, len(record), len(small))
+                key, record = small_key, small
         start_s = time.perf_counter()
-        if self.tier.store(key, record, worth):
+        if self.tier.store(key, record, queued.worth):
             self._rate.add(len(record), time.perf_counter() - start_s)
 
-    def _compress(self, key: BlockKey, record: memoryview, level: str) -> memoryview:
-        small = self._codec.compress(record, key, level)
-        if small is not record:
-            self._compressed["compressed_blocks"] += 1
-            self._compressed["compressed_raw_bytes"] += len(record)
-            self._compressed["compressed_bytes"] += len(small)
-            if level not in self._levels:
-                self._levels.add(level)
-                name, rate = self.tier.name, 8 * self._rate.nbytes_per_s / 1e6
-                _log.info("KV for the %s tier is compressed, level %s: it takes %.0f Mbit/s", name, level, rate)
-        return small
+    def _count_compressed(self, level: str, nbytes: int, small_nbytes: int) -> None:
+        self._compressed["compressed_blocks"] += 1
+        self._compressed["compressed_raw_bytes"] += nbytes
+        self._compressed["compressed_bytes"] += small_nbytes
+        if level not in self._levels:
+            self._levels.add(level)
+            name, rate = self.tier.name, 8 * self._rate.nbytes_per_s / 1e6
+            _log.info("KV for the %s tier is compressed, level %s: it takes %.0f Mbit/s", name, level, rate)
 
 
 class BlockSaver:
@@ -111,7 +130,7 @@ class BlockSaver:
         codec: RecordCodec,
     ) -> None:
         self._layout, self._pages, self._generations = layout, pages, generations
-        self._key_of, self._compute_s = key_of, compute_s
+        self._key_of, self._compute_s, self._loss = key_of, compute_s, codec.accepted_loss
         self._counts = Counter(dict.fromkeys(("dropped_blocks", "overwritten_blocks"), 0))
         self._writers = [TierWriter(tier, codec) for tier in tiers]
         self._new: queue.Queue[NewBlock | None] = queue.Queue(MAX_NEW_BLOCKS)
@@ -167,8 +186,12 @@ class BlockSaver:
         record = seal_record(facts, buffer)
         parent = None if block.parent is None else self._key_of(block.parent)
         worth = BlockWorth(compute_s=self._compute_s(block.first_token), parent=parent)
+        # The first block of a prompt keeps every bit, and what has lost something loses no more.
+        may_lose = self._loss and parent is not None and not block.loss
+        lossy_key = self._key_of(inexact_digest(block.digest, self._loss)) if may_lose else None
+        queued = QueuedRecord(key, bytes(record), worth, lossy_key)
         for writer in writers:
-            writer.put(key, record, worth)
+            writer.put(queued)
 
 
 def join(thread: threading.Thread) -> None:

@@ -30,7 +30,7 @@ class EventStreams:
         self._worker_id = worker_id
         self._incarnation = incarnation
         self._streams: dict[GatewayId, Stream] = {}
-        self._gone_since_s: dict[GatewayId, float] = {}
+        self._breaks: list[tuple[GatewayId, float]] = []
 
     def has(self, gateway_id: GatewayId) -> bool:
         return gateway_id in self._streams
@@ -74,13 +74,15 @@ class EventStreams:
             if self._streams.get(gateway_id) is stream:
                 self._close(gateway_id)
 
-    def gone(self, grace_s: float) -> list[GatewayId]:
-        """Return the gateways whose stream closed more than `grace_s` ago and was not reopened, each once."""
+    def broken(self, grace_s: float) -> list[tuple[GatewayId, float]]:
+        """Return whose streams ended more than `grace_s` ago, and when, each once.
+
+        It does not matter whether there is another by now.
+        """
         limit = time.monotonic() - grace_s
-        gone = [gateway_id for gateway_id, since_s in self._gone_since_s.items() if since_s <= limit]
-        for gateway_id in gone:
-            del self._gone_since_s[gateway_id]
-        return gone
+        broken = [one for one in self._breaks if one[1] <= limit]
+        self._breaks = self._breaks[len(broken) :]
+        return broken
 
     def close(self) -> None:
         """End every stream; each gateway takes it for the loss of this worker."""
@@ -91,7 +93,6 @@ class EventStreams:
         if gateway_id in self._streams:
             self._close(gateway_id)
         stream = self._streams[gateway_id] = Stream()
-        self._gone_since_s.pop(gateway_id, None)
         self.publish(gateway_id, [])
         return stream
 
@@ -100,4 +101,4 @@ class EventStreams:
         stream = self._streams.pop(gateway_id)
         stream.closed = True
         stream.wake.set()
-        self._gone_since_s[gateway_id] = time.monotonic()
+        self._breaks.append((gateway_id, time.monotonic()))

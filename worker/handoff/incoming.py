@@ -253,7 +253,8 @@ class IncomingHandoffs:
         """Reserve pages and grant them. Raises OutOfBlocks; then nothing is held."""
         assert handoff.offer is not None
         bound = handoff.offer.num_tokens if handoff.is_migration else None
-        reservation = self._engine.reserve(handoff.attempt.request(), handoff.arrival, bound)
+        request = handoff.attempt.request(loss=self._node.loss_from(handoff.peer.worker_id))
+        reservation = self._engine.reserve(request, handoff.arrival, bound)
         handoff.reservation = reservation
         handoff.next_token = reservation.skip_tokens
         first_page = reservation.skip_tokens // self._engine.layout.block_size
@@ -287,6 +288,8 @@ class IncomingHandoffs:
         except Corrupt as error:
             self._refute(handoff, error)
             return
+        if header.loss:
+            self._engine.incoming_lost(handoff.attempt.key, header.first_token, header.loss)
         self._check_complete(handoff)
 
     def _on_fin(self, fin: Fin) -> None:

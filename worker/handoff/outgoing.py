@@ -149,7 +149,7 @@ class OutgoingHandoff:
         skipped = (first - chunk.first_token) // self._layout.block_size
         pages, sums = chunk.blocks[skipped:], chunk.checksums.wait()[skipped:] if chunk.checksums else None
         place = (self._num_sent, first, end - first)
-        self._node.send_chunk(self.peer.worker_id, *self.id, *place, pages, sums)
+        self._node.send_chunk(self.peer.worker_id, *self.id, *place, pages, sums, loss=chunk.loss)
         self._num_sent += 1
 
     def _send_fin(self, token: Token, now: float) -> None:

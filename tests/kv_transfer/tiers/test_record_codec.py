@@ -4,10 +4,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from contracts.errors import ConfigError, Corrupt
+from contracts.errors import Corrupt
 from contracts.layout import KVLayout
 from kv_transfer.chunks.block_record import begin_record, facts_of, max_record_nbytes, seal_record, verify
-from kv_transfer.codecs.level import LEVELS
+from kv_transfer.codecs.level import LEVELS, loss_of
 from kv_transfer.tiers.record_codec import LEVELLED, RecordCodec, WriteRate
 from tests.kv_transfer.tiers.block_samples import key_of
 
@@ -29,13 +29,19 @@ def sealed(payload: np.ndarray, **changes: object) -> memoryview:
 RAW_RECORD = sealed(VALUES.view(np.uint8))
 
 
+def compressed(level: str) -> memoryview:
+    small = CODEC.compress(RAW_RECORD, KEY, level, KEY)
+    assert small is not None
+    return small
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_record_comes_back_from_every_level(level: str) -> None:
-    small = CODEC.compress(RAW_RECORD, KEY, level)
+    small = compressed(level)
     assert len(small) < 0.9 * len(RAW_RECORD)
     block = verify(small, KEY, LAYOUT)
     assert (block.facts.codec, block.facts.level) == (LEVELLED, LEVELS[level].number)
-    found = CODEC.read(block).view(np.float32)
+    found = CODEC.read(block, loss_of(level)).view(np.float32)
     if LEVELS[level].is_lossless:
         assert (found == VALUES).all()
     else:
@@ -45,14 +51,14 @@ def test_a_record_comes_back_from_every_level(level: str) -> None:
 def test_a_raw_record_is_read_as_it_is_and_noise_is_not_compressed() -> None:
     assert (CODEC.read(verify(RAW_RECORD, KEY, LAYOUT)).view(np.float32) == VALUES).all()
     noise = sealed(np.random.default_rng(1).integers(0, 256, LAYOUT.block_nbytes, dtype=np.uint8))
-    assert CODEC.compress(noise, KEY, "lossless") is noise
+    assert CODEC.compress(noise, KEY, "lossless", KEY) is None
 
 
-def test_a_level_that_loses_is_read_only_where_it_is_named() -> None:
-    exact = RecordCodec(LAYOUT, ["lossless"])
-    with pytest.raises(ConfigError, match="level is '4bit', which loses: set --kv-codec 4bit"):
-        exact.read(verify(CODEC.compress(RAW_RECORD, KEY, "4bit"), KEY, LAYOUT))
-    lossless = verify(CODEC.compress(RAW_RECORD, KEY, "lossless"), KEY, LAYOUT)
+@pytest.mark.parametrize(("loss", "words"), [("", "exact"), ("8bit", "8bit")])
+def test_a_level_that_loses_is_read_only_under_a_key_that_says_so(loss: str, words: str) -> None:
+    with pytest.raises(Corrupt, match=f"level is '4bit', which loses, under the key of {words} KV"):
+        CODEC.read(verify(compressed("4bit"), KEY, LAYOUT), loss)
+    lossless = verify(compressed("lossless"), KEY, LAYOUT)
     assert (RecordCodec(LAYOUT, []).read(lossless).view(np.float32) == VALUES).all()
 
 
@@ -65,27 +71,36 @@ def test_a_level_that_loses_is_read_only_where_it_is_named() -> None:
     ],
 )
 def test_what_a_sealed_record_states_wrongly_is_named(changes: dict[str, object], words: str) -> None:
-    block = verify(CODEC.compress(RAW_RECORD, KEY, "lossless"), KEY, LAYOUT)
+    block = verify(compressed("lossless"), KEY, LAYOUT)
     own = {"codec": LEVELLED, "level": 1, "raw_checksum": block.facts.raw_checksum}
     with pytest.raises(Corrupt, match=words):
         CODEC.read(verify(sealed(block.payload, **own | changes), KEY, LAYOUT))
 
 
 def test_a_flipped_bit_of_a_payload_that_is_sealed_anew_is_found() -> None:
-    block = verify(CODEC.compress(RAW_RECORD, KEY, "4bit"), KEY, LAYOUT)
+    block = verify(compressed("4bit"), KEY, LAYOUT)
     payload = block.payload.copy()
     payload[len(payload) // 2] ^= 1
     facts = {"codec": LEVELLED, "level": block.facts.level, "raw_checksum": block.facts.raw_checksum}
     with pytest.raises(Corrupt, match="the checksum of compressed KV differs"):
-        CODEC.read(verify(sealed(payload, **facts), KEY, LAYOUT))
+        CODEC.read(verify(sealed(payload, **facts), KEY, LAYOUT), "4bit")
 
 
-def test_a_slow_tier_compresses_all_but_the_first_block_by_a_level_that_loses() -> None:
-    assert CODEC.choose(RAW_RECORD, 1e4, is_first=False) not in ("", "lossless")
-    assert CODEC.choose(RAW_RECORD, 1e4, is_first=True) == "lossless"
-    assert CODEC.choose(RAW_RECORD, 0.0, is_first=False) == ""
-    assert CODEC.choose(RAW_RECORD, 5e9, is_first=False) == ""
-    assert RecordCodec(LAYOUT, []).choose(RAW_RECORD, 1e4, is_first=False) == ""
+def test_a_record_gets_the_key_that_it_is_compressed_for() -> None:
+    other = key_of(2)
+    small = CODEC.compress(RAW_RECORD, KEY, "4bit", other)
+    assert small is not None
+    assert CODEC.read(verify(small, other, LAYOUT), "4bit").any()
+    with pytest.raises(Corrupt, match="key is"):
+        verify(small, KEY, LAYOUT)
+
+
+def test_a_slow_tier_compresses_what_may_lose_something_by_a_level_that_loses() -> None:
+    assert CODEC.choose(RAW_RECORD, 1e4, may_lose=True) not in ("", "lossless")
+    assert CODEC.choose(RAW_RECORD, 1e4, may_lose=False) == "lossless"
+    assert CODEC.choose(RAW_RECORD, 0.0, may_lose=True) == ""
+    assert CODEC.choose(RAW_RECORD, 5e9, may_lose=True) == ""
+    assert RecordCodec(LAYOUT, []).choose(RAW_RECORD, 1e4, may_lose=True) == ""
 
 
 def test_the_rate_of_a_tier_is_unknown_at_first_and_then_that_of_its_last_records() -> None:

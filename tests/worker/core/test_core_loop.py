@@ -12,7 +12,7 @@ from contracts.request import Cancel
 from engine.messages import EngineFailure, StepObserver, StepOutput
 from gateway.generation.time_account import non_overlapped_transfer_s
 from tests.nodes import node_info
-from tests.path.ring import D, P, Ring, answer
+from tests.path.ring import GATEWAY, D, P, Ring, answer
 from worker.core.engine_core import ALERT_WAIT_S, IDLE_WAIT_S
 from worker.core.front_link import FrontDisconnected
 from worker.core.role_handler import attempt_key
@@ -199,6 +199,22 @@ def test_the_loss_of_a_gateway_ends_its_own_requests_and_no_others():
     ring.turn(P)
     for name in (P, D):
         ring.sides[name].link.inbox.append(GatewayGone(GatewayId("other")))
+    ring.settle()
+    assert ring.tokens(R) == answer([1, 2, 3], 2)
+    ring.assert_clean()
+
+
+def test_what_a_gateway_asks_after_its_stream_broke_goes_on():
+    """It gave up what it had asked before, and its cancels may be lost."""
+    ring = Ring()
+    ring.both(ring.job(RequestId("before"), list(range(40)), 500))
+    ring.turn(P)
+    ring.clock.now += 5.0
+    broken_s = ring.clock.now
+    ring.clock.now += 5.0
+    ring.both(ring.job(R, [1, 2, 3], 2))
+    for name in (P, D):
+        ring.sides[name].link.inbox.append(GatewayGone(GATEWAY, broken_s))
     ring.settle()
     assert ring.tokens(R) == answer([1, 2, 3], 2)
     ring.assert_clean()

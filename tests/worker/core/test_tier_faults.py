@@ -7,15 +7,13 @@ import os
 import signal
 import struct
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import cast
 
 import pytest
 
-from engine.cache.load_plan import MAX_DELAY_SHARE, compute_seconds
-from engine.engine import Engine
 from engine.messages import StepOutput
 from kv_transfer.chunks.block_record import VERSION
 from kv_transfer.tiers.remote_store import open_remote_store
@@ -25,49 +23,20 @@ from tests.kv_transfer.tiers.redis_cluster import RedisNode, redis_node
 from tests.waiting import until
 from tests.worker.core.tier_rig import (
     PROMPTS,
-    SLOW,
     Clock,
     answer,
     cached_tokens,
     disk,
+    fill,
     host,
     join,
+    log_lines,
     settled,
     small_engine,
+    waits_for_its_slack,
 )
-from worker.core.kv_tiers import KVTiers
 
 pytestmark = pytest.mark.slow
-
-
-def fill(engine: Engine, tiers: KVTiers) -> None:
-    """Let the tiers have all prompts; the pool then holds the last."""
-    for index, prompt in enumerate(PROMPTS):
-        answer(engine, prompt, f"fill {index}")
-        settled(tiers)
-
-
-def slack_s(prompt: Sequence[int]) -> float:
-    return MAX_DELAY_SHARE * compute_seconds(0, len(prompt), SLOW)
-
-
-def waits_for_its_slack(
-    engine: Engine, clock: Clock, prompt: Sequence[int], name: str, hangs: Callable[[], bool] = lambda: True
-) -> list[int]:
-    """Submit a prompt whose load `hangs`; it waits for its slack and no longer. Return its tokens."""
-    engine.submit(request(name, prompt, greedy()))
-    assert engine.step() == StepOutput()
-    until(hangs)
-    clock.now += slack_s(prompt) - 1e-6
-    assert engine.step() == StepOutput() and engine.has_work()
-    clock.now += 2e-6
-    outputs = [engine.step()]
-    assert outputs[0] != StepOutput(), "it is still waiting"
-    return tokens_of([*outputs, *drain(engine)], name)
-
-
-def log_lines(caplog: pytest.LogCaptureFixture, words: str) -> int:
-    return sum(words in record.getMessage() for record in caplog.records)
 
 
 def test_a_store_that_hangs_delays_each_prompt_by_its_slack_and_soon_none(

@@ -2,12 +2,17 @@
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+
+import pytest
 
 from contracts.kv_store import KVStore
 from contracts.sampling import SamplingParams
+from engine.cache.load_plan import MAX_DELAY_SHARE, compute_seconds
 from engine.engine import Engine
 from engine.loader import load_engine
+from engine.messages import StepOutput
 from kv_transfer.chunks.block_record import max_record_nbytes
 from kv_transfer.tiers.disk import DiskTier
 from kv_transfer.tiers.host_memory import HostMemoryTier
@@ -68,9 +73,9 @@ def answer(engine: Engine, prompt: Sequence[int], name: str, sampling: SamplingP
     return tokens_of(drain(engine, 20_000), name)
 
 
-def cached_tokens(engine: Engine, prompt: Sequence[int], name: str) -> tuple[int, list[int]]:
-    """Return how much of the prompt was not computed, and the answer."""
-    engine.submit(request(name, prompt, greedy()))
+def cached_tokens(engine: Engine, prompt: Sequence[int], name: str, loss: str = "") -> tuple[int, list[int]]:
+    """Return how much of the prompt was not computed, and the answer. `loss`: of the KV that it takes."""
+    engine.submit(replace(request(name, prompt, greedy()), loss=loss))
     outputs = drain(engine, 20_000)
     (started,) = [start for output in outputs for start in output.started if start.request_id == name]
     return started.cached_tokens, tokens_of(outputs, name)
@@ -78,3 +83,33 @@ def cached_tokens(engine: Engine, prompt: Sequence[int], name: str) -> tuple[int
 
 def settled(tiers: KVTiers) -> None:
     until(lambda: tiers.is_idle)
+
+
+def fill(engine: Engine, tiers: KVTiers) -> None:
+    """Let the tiers have all prompts; the pool then holds the last."""
+    for index, prompt in enumerate(PROMPTS):
+        answer(engine, prompt, f"fill {index}")
+        settled(tiers)
+
+
+def slack_s(prompt: Sequence[int]) -> float:
+    return MAX_DELAY_SHARE * compute_seconds(0, len(prompt), SLOW)
+
+
+def waits_for_its_slack(
+    engine: Engine, clock: Clock, prompt: Sequence[int], name: str, hangs: Callable[[], bool] = lambda: True
+) -> list[int]:
+    """Submit a prompt whose load `hangs`; it waits for its slack and no longer. Return its tokens."""
+    engine.submit(request(name, prompt, greedy()))
+    assert engine.step() == StepOutput()
+    until(hangs)
+    clock.now += slack_s(prompt) - 1e-6
+    assert engine.step() == StepOutput() and engine.has_work()
+    clock.now += 2e-6
+    outputs = [engine.step()]
+    assert outputs[0] != StepOutput(), "it is still waiting"
+    return tokens_of([*outputs, *drain(engine)], name)
+
+
+def log_lines(caplog: pytest.LogCaptureFixture, words: str) -> int:
+    return sum(words in record.getMessage() for record in caplog.records)

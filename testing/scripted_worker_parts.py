@@ -1,4 +1,4 @@
-"""An engine and a node that only remember what a role told them, for tests of one role alone. Not a test."""
+"""An engine and a node that only remember what a role told them, for tests of one role alone."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +10,7 @@ from contracts.layout import KVLayout
 from contracts.request import Job, Route
 from contracts.sampling import SamplingParams
 from engine.messages import EngineRequest, Reservation, StepOutput
-from tests.path.twins import LAYOUT, worker_ref
+from testing.worker_twins import LAYOUT, worker_ref
 from worker.core.attempt_table import AttemptTable
 from worker.core.role_handler import Attempt
 
@@ -30,10 +30,14 @@ class Remembering:
         """(peer, request, epoch) is `under_way`."""
         return attempt in self.under_way
 
+    def loss_from(self, peer_id: Any) -> str:
+        """Nothing is compressed."""
+        return ""
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return lambda *arguments: self.calls.append((name, arguments))
+        return lambda *arguments, **named: self.calls.append((name, (*arguments, *named.values())))
 
     def told(self, name: str) -> list[tuple]:
         return [arguments for found, arguments in self.calls if found == name]

@@ -1,8 +1,8 @@
-"""Twins of engine, transfer node and front link: the ring in one process, with a network that a test can bend.
+"""Twins of engine, transfer node and front link, which make a ring of workers in one process.
 
-FakeEngine accounts for pages as the real one does (a request's hold, a writer's hold) and samples tokens that are a
-pure function of the prompt, so that a wrong token is seen. FakeNetwork delivers each link's messages in order, but when
-the test likes.
+A test can bend the network between them. FakeEngine accounts for pages as the real one does (a request's hold, a
+writer's hold) and samples tokens that are a pure function of the prompt, so that a wrong token is seen. FakeNetwork
+delivers each link's messages in order, but when the test likes.
 """
 
 from __future__ import annotations
@@ -148,8 +148,15 @@ class FakeEngine:
             if sampled and sampled[-1].request_id == key and sequence.num_out >= sequence.request.sampling.max_tokens:
                 ended.append(Ended(key, sequence.num_out, FinishReason.LENGTH))
                 del self.sequences[key]
-        found = (tuple(started), tuple(chunks), tuple(sampled), tuple(ended))
-        return StepOutput(*found, num_prefill_tokens=num_prefill, num_decode_tokens=num_decode, span_s=self.span_s)
+        return StepOutput(
+            started=tuple(started),
+            chunks=tuple(chunks),
+            sampled=tuple(sampled),
+            ended=tuple(ended),
+            num_prefill_tokens=num_prefill,
+            num_decode_tokens=num_decode,
+            span_s=self.span_s,
+        )
 
     def _prefill(self, key: RequestId, sequence: FakeSequence, chunks: list, sampled: list) -> int:
         first = sequence.computed
@@ -197,7 +204,10 @@ class FakeEngine:
 
 
 class FakeNetwork:
-    """Links between nodes. Each direction is a queue; `deliver()` hands over one message of one chosen link."""
+    """Links between nodes.
+
+    Each direction is a queue; `deliver()` hands over one message of one chosen link.
+    """
 
     def __init__(self) -> None:
         self.nodes: dict[WorkerId, FakeNode] = {}
@@ -268,7 +278,7 @@ class FakeNode:
         self._network.send(self.me, peer.worker_id, offer)
 
     def send_chunk(
-        self, peer_id: WorkerId, request_id, epoch, index, first_token, num_tokens, src_pages, checksums=None
+        self, peer_id: WorkerId, request_id, epoch, index, first_token, num_tokens, src_pages, checksums=None, loss=""
     ) -> None:
         assert len(src_pages) == LAYOUT.num_blocks(num_tokens)
         header = ChunkHeader(request_id, epoch, index, first_token, num_tokens, LAYOUT.layout_id, num_tokens, 0)
@@ -299,6 +309,10 @@ class FakeNode:
     def grant(self, peer_id: WorkerId, grant: Grant) -> None:
         self._grants[grant.request_id, grant.epoch] = grant
         self._network.send(self.me, peer_id, grant)
+
+    def loss_from(self, peer_id: WorkerId) -> str:
+        """Nothing is compressed."""
+        return ""
 
     def wait(self, peer_id: WorkerId, message: Wait) -> None:
         self._network.send(self.me, peer_id, message)
