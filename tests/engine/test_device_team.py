@@ -33,7 +33,7 @@ from tests.engine.driving import answers, drain, greedy, random_prompts, request
 from tests.engine.quantized_models import LAYOUTS, save_quantized
 from tests.engine.tiny_models import VOCAB, save_mxfp4, save_tiny
 from tests.environment import import_path
-from tests.waiting import is_gone, until
+from tests.waiting import PATIENCE_S, is_gone, until
 
 pytestmark = pytest.mark.slow
 
@@ -75,19 +75,9 @@ def test_greedy_answers_equal_transformers(family, device):
         assert engine.stats().prefix_hit_tokens > 0
 
 
-def test_four_gpus_answer_as_one(tmp_path, device):
-    if device.type == "cuda" and torch.cuda.device_count() < 4:
-        pytest.skip("needs four GPUs")
-    save_tiny(tmp_path, "qwen3", num_attention_heads=8, num_key_value_heads=4)
-    with engine_on(device, tmp_path, 1) as engine:
-        expected = answers(engine, PROMPTS, greedy())
-    with engine_on(device, tmp_path, 4) as engine:
-        assert answers(engine, PROMPTS, greedy()) == expected
-
-
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss"])
 def test_two_gpus_for_each_kv_head(tmp_path, device, family):
-    """Biases, norms of heads, sinks. Four of them, if there are, have room for no more than two without copies."""
+    """Norms of heads; biases and sinks. Four of them, if there are, have room for no more than two without copies."""
     num_gpus = 2 if device.type == "cuda" and torch.cuda.device_count() < 4 else 4
     save_tiny(tmp_path, family, hidden_size=128, num_attention_heads=8, num_key_value_heads=num_gpus // 2)
     with engine_on(device, tmp_path, 1) as engine:
@@ -283,7 +273,7 @@ def test_a_team_dies_together(tmp_path):
     save_tiny(tmp_path, "llama")
     process, follower = _running(tmp_path)
     os.kill(follower, signal.SIGKILL)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1
     assert "the process of GPU 1 of this worker ended: exit status -9" in said or "was not launched here" in said
 
@@ -295,7 +285,7 @@ def test_a_batch_that_one_could_not_launch_is_the_last(tmp_path, error):
     """
     save_tiny(tmp_path, "llama")
     process = _started(tmp_path, f"exec({_NOT_LAUNCHED.format(error=error)!r})")
-    out, said = process.communicate(timeout=60)
+    out, said = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, out) == (1, "ready\n")
     assert "a batch that the other GPUs of this worker compute was not launched here" in said
     assert f"{error}: none left" in said
@@ -331,7 +321,7 @@ def test_a_follower_that_can_not_launch_ends_at_once(tmp_path, monkeypatch):
         """,
     )
     process = _started(tmp_path, "engine.step()")
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1
     assert "the process of GPU 1 of this worker ended: OutOfMemoryError: none left" in said
 
@@ -406,7 +396,7 @@ def test_a_follower_that_can_not_load_says_why(tmp_path, monkeypatch):
         """,
     )
     process = _started(tmp_path, "pass")
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1
     assert "the process of GPU 1 of this worker ended: no such folder on this disk" in said
 
@@ -420,7 +410,7 @@ def _patched(monkeypatch, folder, code):
     monkeypatch.setenv("PYTHONPATH", import_path(where, os.getcwd()))
 
 
-@pytest.mark.parametrize(("dtype", "sizes"), [("float8", (1, 2)), ("float32", (1, 4)), ("float32", (2, 4))])
+@pytest.mark.parametrize(("dtype", "sizes"), [("float8", (1, 2)), ("float32", (2, 4))])
 def test_workers_of_other_numbers_of_gpus_hand_over_to_each_other(tmp_path, device, dtype, sizes):
     """Pages are cut by heads on their way, of which four GPUs have each twice, and put together on the way back. In FP8
     both write by the same scales, or none could read the other's.
