@@ -177,6 +177,7 @@ async def test_one_request_id_used_twice_at_once(rig, client):
     asks = [client.post("/v1/completions", json=ASK, headers={"X-Request-Id": "mine"}) for _ in range(2)]
     replies = await asyncio.gather(*asks)
     assert [(reply.status_code, reply.headers["x-request-id"]) for reply in replies] == [(200, "mine")] * 2
+    assert [reply.json()["id"] for reply in replies] == ["cmpl-mine"] * 2
     assert len({request_id for request_id, _ in rig.store.placed}) == 2
 
 
