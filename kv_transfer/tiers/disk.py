@@ -29,16 +29,23 @@ class DiskTier:
 
     The index is made by a thread at start; until then nothing is found and nothing kept. A disk that is full or read
     only is read from; one that can't be read is off. Both are tried again after RETRY_S, and logged once each time that
-    they change.
+    they change. `num_folders`: where the folder is another writer's, those named after it by a number may be taken.
     """
 
     name = "disk"
     is_local = True
 
     def __init__(
-        self, folder: Path, layout_id: str, capacity_nbytes: int, clock: Callable[[], float] = time.monotonic
+        self,
+        folder: Path,
+        layout_id: str,
+        capacity_nbytes: int,
+        clock: Callable[[], float] = time.monotonic,
+        num_folders: int = 1,
     ) -> None:
-        self._files, self._clock = RecordFiles(folder, layout_id), clock
+        others = (folder.with_name(f"{folder.name}.{number}") for number in range(2, num_folders + 1))
+        self._folders, self._clock = [RecordFiles(path, layout_id) for path in (folder, *others)], clock
+        self._files = self._folders[0]
         self._policy = EvictionPolicy(capacity_nbytes)
         self._places: dict[BlockKey, str] = {}
         self._num_foreign = 0
@@ -143,11 +150,10 @@ class DiskTier:
             if self._lock_file is not None:  # a folder that came back may be another one
                 self._lock_file.close()
                 self._lock_file = None
-            self._files.make_folder()
-            if not self._take_lock():
-                self._unreadable = "another process uses it; give each worker a folder of its own"
-            else:
+            if any(map(self._take, self._folders)):
                 self._index()
+            else:
+                self._unreadable = "another process uses it; give each worker a folder of its own"
         except OSError as error:
             self._unreadable = str(error)
         if self._unreadable:
@@ -159,15 +165,16 @@ class DiskTier:
                 RETRY_S,
             )
 
-    def _take_lock(self) -> bool:
+    def _take(self, files: RecordFiles) -> bool:
         """Return whether this process is the folder's writer from now on."""
-        file = (self._files.folder / "writer.lock").open("w")
+        files.make_folder()
+        file = (files.folder / "writer.lock").open("w")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.close()
             return False
-        self._lock_file = file
+        self._lock_file, self._files = file, files
         return True
 
     def _index(self) -> None:

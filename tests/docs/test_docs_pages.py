@@ -1,16 +1,21 @@
 """What the pages say of settings and of each other is what the code says."""
 
+import json
 import re
 import subprocess
 from shutil import which
 from typing import get_args
 
 import pytest
+import yaml
 
+from coordinator.settings import CoordinatorSettings
+from gateway.settings import GatewaySettings
 from tests.docs.fences import DOCS, PAGES, ROOT, SITE, page_name
 from tests.docs.lookup import compose_defaults, compose_variables
+from tests.environment import plain_environment
 from tools import configuration
-from worker.settings import Transfer
+from worker.settings import Transfer, WorkerSettings
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)#]+)(?:#[^)]*)?\)")
 
@@ -46,6 +51,39 @@ def test_the_deployment_page_has_the_defaults_of_both_compose_files() -> None:
         each = ["; GPU: ".join(f"`{default}`" for default in defaults[name]) for name in names]
         expected = in_words.get(names[0], ", ".join(each))
         assert (names, told.strip()) == (names, expected) or (not expected and re.fullmatch(r"\w+", told.strip()))
+
+
+OWN = {
+    "worker": {"role", "worker_id", "advertise_host", "ready_file", "device", "tensor_parallel"},
+    "gateway": {"ready_file"},
+    "coordinator": {"ready_file"},
+}
+"""The settings that compose.yaml leaves alone: names, files, and devices, which compose.gpu.yaml gives."""
+
+
+@pytest.mark.parametrize("service", ["prefill", "decode", "mixed", "gateway", "coordinator"])
+def test_compose_passes_on_every_setting_of_a_service(service: str) -> None:
+    kind = service if service in OWN else "worker"
+    settings = {"worker": WorkerSettings, "gateway": GatewaySettings, "coordinator": CoordinatorSettings}[kind]
+    passed = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"][service]["environment"].keys()
+    assert {f"TANDEM_{name.upper()}" for name in settings.model_fields.keys() - OWN[kind]} - passed == set()
+
+
+@pytest.mark.skipif(which("docker") is None, reason="docker is not installed")
+def test_what_is_set_reaches_the_services_of_compose_and_what_is_not_does_not() -> None:
+    given = {"TANDEM_KV_DISK": "/var/lib/tandem/kv", "TANDEM_KV_HOST_GIB": "0.5", "TANDEM_ROLE_OBJECTIVE_S": "2"}
+    command = ["docker", "compose", "--file", str(ROOT / "compose.yaml"), "--env-file", "/dev/null", "config"]
+    found = subprocess.run(
+        [*command, "--format", "json"], env=plain_environment() | given, capture_output=True, text=True, timeout=60
+    )
+    assert found.returncode == 0, found.stderr
+    services = json.loads(found.stdout)["services"]
+    prefill, coordinator = services["prefill"], services["coordinator"]["environment"]
+    assert {name: prefill["environment"].get(name) for name in given} == given | {"TANDEM_ROLE_OBJECTIVE_S": None}
+    assert coordinator["TANDEM_ROLE_OBJECTIVE_S"] == "2"
+    assert not prefill["environment"].get("TANDEM_KV_STORE") and not prefill["environment"].get("TANDEM_MAX_MODEL_LEN")
+    mounted = {volume["target"]: volume["source"] for volume in prefill["volumes"] if volume["type"] == "volume"}
+    assert mounted == {given["TANDEM_KV_DISK"]: "kv"}
 
 
 def test_the_deployment_page_has_every_transport() -> None:

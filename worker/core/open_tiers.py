@@ -17,6 +17,9 @@ from worker.core.kv_tiers import KVTiers
 from worker.settings import WorkerSettings
 
 GIB = 1 << 30
+MAX_NAMELESS = 64
+"""The workers of one role without an id of their own, such as replicas of a container, that keep KV in one place: each
+takes the first folder of its role that no other writes to, so a later one finds what an earlier one kept."""
 
 
 def open_tiers(
@@ -40,8 +43,10 @@ def open_tiers(
     if settings.kv_host_gib:
         tiers.append(_host_tier(settings.kv_host_gib, engine.layout))
     if settings.kv_disk:
-        folder = settings.kv_disk / (settings.worker_id.lstrip(".") or settings.role)
-        tiers.append(DiskTier(folder, engine.layout.shared_id.hex(), int(settings.kv_disk_gib * GIB)))
+        name = settings.worker_id.lstrip(".")
+        folder, num_folders = settings.kv_disk / (name or settings.role), 1 if name else MAX_NAMELESS
+        nbytes, layout_id = int(settings.kv_disk_gib * GIB), engine.layout.shared_id.hex()
+        tiers.append(DiskTier(folder, layout_id, nbytes, num_folders=num_folders))
     if settings.kv_store:
         tiers.append(open_remote_store(settings.kv_store))
     levels = allowed_levels(settings.kv_codec)

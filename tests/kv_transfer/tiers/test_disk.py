@@ -161,6 +161,26 @@ def test_a_folder_that_vanishes_turns_it_off_until_it_is_back(tmp_path: Path, ca
     tier.close()
 
 
+def test_writers_of_one_name_take_folders_by_number_and_find_them_again(tmp_path: Path) -> None:
+    def opened() -> DiskTier:
+        tier = DiskTier(tmp_path / "decode", "ours", ROOM, Clock(), num_folders=2)
+        tier.wait_until_indexed(30)
+        return tier
+
+    first, second, third = opened(), opened(), opened()
+    assert store(first, 1) and store(second, 2) and not third.is_on
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["decode", "decode.2"]
+    second.close()
+    again = opened()
+    assert holds(again, 2) and not holds(again, 1)
+    first.close()
+    again.close()
+    again = opened()
+    assert holds(again, 1)
+    for tier in (third, again):
+        tier.close()
+
+
 def test_a_second_writer_is_off_until_the_first_is_gone(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     clock = Clock()
     first, second = open_tier(tmp_path), open_tier(tmp_path, clock=clock)
