@@ -50,7 +50,7 @@ class WorkerLink:
         self._on_event, self._on_lost, self._has_left = on_event, on_lost, has_left
         self._decoder = decoder(EventFrame)
         self._opened = asyncio.Event()
-        self._num_frames = 0
+        self._num_frames = self._num_streams = 0
         self._outbox: Outbox = []
         self._posting: set[asyncio.Task[None]] = set()
         self._task = asyncio.create_task(self._run())
@@ -113,7 +113,9 @@ class WorkerLink:
     async def _listen(self) -> None:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
         url = f"{self.info.url}/events"
-        async with self._session.get(url, params={"gateway_id": self._gateway_id}, timeout=timeout) as response:
+        self._num_streams += 1
+        params = {"gateway_id": self._gateway_id, "stream": self._num_streams}
+        async with self._session.get(url, params=params, timeout=timeout) as response:
             if response.status == 401:
                 raise ValueError("it refuses our secret: TANDEM_SECRET must be the same for all services of the pool")
             response.raise_for_status()
@@ -160,8 +162,10 @@ class WorkerLink:
 
     async def _try_post(self, body: bytes) -> TandemError | None:
         timeout = aiohttp.ClientTimeout(total=POST_TIMEOUT_S, sock_connect=CONNECT_TIMEOUT_S)
+        # The worker refuses jobs that arrive when their stream has broken, as after a cut of the network.
+        url, params = f"{self.info.url}/jobs", {"stream": self._num_streams}
         try:
-            async with self._session.post(f"{self.info.url}/jobs", data=BytesIO(body), timeout=timeout) as response:
+            async with self._session.post(url, params=params, data=BytesIO(body), timeout=timeout) as response:
                 if response.status < 300:
                     return None
                 log.warning("worker %s refused: HTTP %d", self.info.worker_id, response.status)

@@ -78,6 +78,19 @@ async def test_a_job_nobody_listens_for_is_refused(state, client):
     assert state.core.sent == []
 
 
+async def test_a_job_that_comes_late_is_refused_and_a_cancel_with_it_is_taken(state, client):
+    """A network that was cut brings what was sent before, when the gateway has given it up and has another stream."""
+    listener = state.streams.listen(make_job().gateway_id, 2)
+    await anext(listener)
+    cancel = Cancel(RequestId("r"), Epoch(1), "why")
+    response = await client.post("/jobs", params={"stream": 1}, content=encode([make_job(), cancel]))
+    assert response.status_code == 409 and "stream 1" in response.json()["error"]["message"]
+    assert [work.jobs for work in state.core.sent] == [[cancel]]
+    response = await client.post("/jobs", params={"stream": 2}, content=encode([make_job()]))
+    assert response.status_code == 202
+    await listener.aclose()
+
+
 @pytest.mark.parametrize("body", [b"", b"{}", b"\xc1", encode([{"type": "job"}]), encode("x")])
 async def test_a_body_that_is_no_jobs_gets_words(client, body):
     response = await client.post("/jobs", content=body)

@@ -67,6 +67,19 @@ async def test_a_second_stream_of_a_gateway_ends_the_first():
     assert ended(streams) == [GATEWAY]
 
 
+async def test_what_comes_late_of_a_former_stream_is_known_as_such():
+    streams = make_streams()
+    second = streams.listen(GATEWAY, 2)
+    await read(second, 1)
+    with pytest.raises(StopAsyncIteration):
+        await anext(streams.listen(GATEWAY, 1))
+    assert [streams.is_former(GATEWAY, number) for number in (0, 1, 2, 3)] == [False, True, False, False]
+    assert not streams.is_former(GatewayId("other"), 1)
+    streams.publish(GATEWAY, [failed("r")])
+    assert (await read(second, 1))[0].events == [failed("r")]
+    assert ended(streams) == []
+
+
 async def test_a_stream_that_ended_is_told_once_with_its_time():
     streams = make_streams()
     listener = streams.listen(GATEWAY)

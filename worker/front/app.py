@@ -47,8 +47,8 @@ def _add_work(app: FastAPI, state: WorkerState) -> None:
     jobs_decoder = decoder(list[JobMessage])
 
     @app.post("/jobs", status_code=202)
-    async def jobs(request: Request) -> Response:
-        """Take a msgpack array of Job and Cancel.
+    async def jobs(request: Request, stream: int = 0) -> Response:
+        """Take a msgpack array of Job and Cancel, sent while the event stream of this number was open.
 
         202: taken; each job ends in exactly one Finished or Failed event.
         """
@@ -61,7 +61,7 @@ def _add_work(app: FastAPI, state: WorkerState) -> None:
             return refusal(413, error.code, str(error))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             return refusal(400, "invalid_request", f"the body is not a msgpack array of jobs and cancels: {error}")
-        refused = _no_taker(state, messages)
+        refused = _no_taker(state, messages, stream)
         if refused is not None:  # only the jobs; a cancelled request in the same body is here already, and ends
             messages = [m for m in messages if not isinstance(m, Job)]
         if messages:
@@ -74,11 +74,14 @@ def _add_work(app: FastAPI, state: WorkerState) -> None:
         return Response(status_code=202)
 
     @app.get("/events")
-    async def events(request: Request, gateway_id: str) -> Response:
-        """Codec frames, each an EventFrame; an empty one every second. One stream per gateway."""
+    async def events(request: Request, gateway_id: str, stream: int = 0) -> Response:
+        """Codec frames, each an EventFrame; an empty one every second. One stream per gateway.
+
+        `stream`: the gateway's number of it; each is higher than the one before.
+        """
         if refused := _refused(request, state):
             return refused
-        return StreamingResponse(_stream(state, GatewayId(gateway_id)), media_type="application/octet-stream")
+        return StreamingResponse(_stream(state, GatewayId(gateway_id), stream), media_type="application/octet-stream")
 
     @app.post("/drain", status_code=202)
     async def drain(request: Request) -> Response:
@@ -144,8 +147,8 @@ def _add_views(app: FastAPI, state: WorkerState) -> None:
         return Response(text, media_type="text/plain; version=0.0.4")
 
 
-async def _stream(state: WorkerState, gateway_id: GatewayId) -> AsyncIterator[bytes]:
-    async for data in state.streams.listen(gateway_id):
+async def _stream(state: WorkerState, gateway_id: GatewayId, number: int) -> AsyncIterator[bytes]:
+    async for data in state.streams.listen(gateway_id, number):
         yield data
 
 
@@ -157,11 +160,13 @@ def _refused(request: Request, state: WorkerState) -> JSONResponse | None:
     return None
 
 
-def _no_taker(state: WorkerState, messages: list[JobMessage]) -> JSONResponse | None:
-    """Return why the jobs among them are not taken, or None."""
+def _no_taker(state: WorkerState, messages: list[JobMessage], stream: int) -> JSONResponse | None:
+    """Return why the jobs among them are not taken, or None. `stream`: under which they were sent."""
     gateways = {m.gateway_id for m in messages if isinstance(m, Job)}
     if missing := sorted(gateway_id for gateway_id in gateways if not state.streams.has(gateway_id)):
         return refusal(409, "no_stream", f"open GET /events first: it is missing for {', '.join(missing)}")
+    if former := sorted(gateway_id for gateway_id in gateways if state.streams.is_former(gateway_id, stream)):
+        return refusal(409, "no_stream", f"stream {stream} of {', '.join(former)} has ended, and its jobs with it")
     begins = (m for m in messages if isinstance(m, Job) and not _takes_away(state, m))
     if state.load.draining and any(begins):
         return refusal(503, "draining", "this worker takes no new work")

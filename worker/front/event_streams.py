@@ -14,8 +14,12 @@ MAX_BACKLOG_NBYTES = 64 << 20  # a gateway that leaves so much unread counts as 
 
 @dataclass
 class Stream:
-    """An open GET /events. `sequence` numbers its frames from 0."""
+    """An open GET /events.
 
+    `number`: the gateway's own, 0 if it gave none. `sequence` numbers its frames from 0.
+    """
+
+    number: int = 0
     backlog: list[bytes] = field(default_factory=list)
     nbytes: int = 0
     sequence: int = 0
@@ -35,6 +39,13 @@ class EventStreams:
     def has(self, gateway_id: GatewayId) -> bool:
         return gateway_id in self._streams
 
+    def is_former(self, gateway_id: GatewayId, number: int) -> bool:
+        """Return whether the gateway has another stream now than that of this number, 0 if it gave none.
+
+        What it sent then came late, as packets do when a network was cut: the gateway has given it up.
+        """
+        return 0 < number < self._number(gateway_id)
+
     def publish(self, gateway_id: GatewayId, events: list[Event]) -> None:
         """Send events to a gateway. Without a stream they are dropped: it has given those requests up.
 
@@ -52,12 +63,15 @@ class EventStreams:
             stream.backlog = []
             self._close(gateway_id)
 
-    async def listen(self, gateway_id: GatewayId) -> AsyncGenerator[bytes]:
+    async def listen(self, gateway_id: GatewayId, number: int = 0) -> AsyncGenerator[bytes]:
         """Yield the bytes of one stream: a hello frame at once, then all events, and a heartbeat each second.
 
-        Events that were published before it was closed are still sent.
+        Events that were published before it was closed are still sent. A request for a stream that comes after one for
+        a later one has no events.
         """
-        stream = self._open(gateway_id)
+        if self.is_former(gateway_id, number):
+            return
+        stream = self._open(gateway_id, number)
         try:
             while stream.backlog or not stream.closed:
                 if stream.backlog:
@@ -89,10 +103,15 @@ class EventStreams:
         for gateway_id in list(self._streams):
             self._close(gateway_id)
 
-    def _open(self, gateway_id: GatewayId) -> Stream:
+    def _number(self, gateway_id: GatewayId) -> int:
+        """Return the number of a gateway's stream; 0 if it has none, or did not number it."""
+        stream = self._streams.get(gateway_id)
+        return stream.number if stream is not None else 0
+
+    def _open(self, gateway_id: GatewayId, number: int) -> Stream:
         if gateway_id in self._streams:
             self._close(gateway_id)
-        stream = self._streams[gateway_id] = Stream()
+        stream = self._streams[gateway_id] = Stream(number)
         self.publish(gateway_id, [])
         return stream
 
