@@ -1,11 +1,12 @@
 """The loads of bench.serving.gpu on simulated workers, a pair or a single one, event by event.
 
-python -m bench.serving.simulated_pair [--seeds 0 1 2] [--out FILE]
+python -m bench.serving.simulated_pair [--seeds 0 1 2] [--floors 0.8 0.5 0] [--out FILE]
 
 Placement's policy, the engine's scheduler and its budget beside answers are the real ones. What a step takes is
 interpolated between measurements on an H200, and arrivals are those that bench.serving.gpu makes of the same seed; the
 result file names them. There is no jitter: the host, the network and the transfer cost what they cost in the mean. Of a
-system that was measured the measured figure stands beside the simulated one.
+system that was measured the measured figure stands beside the simulated one, seed by seed; else rows are of all seeds.
+Chunks that follow the load are simulated with several floors of their pace: see MixedBudget's MIN_SPEED.
 """
 
 import argparse
@@ -22,13 +23,14 @@ from typing import Any
 from bench.load.generator import percentile
 from bench.report.result import ResultRow, write_result
 from bench.serving.loads import GAP_S, LOADS, Load
-from bench.serving.step_costs import ALONE, MIXED, StepCosts, rows_in
+from bench.serving.step_costs import ALONE, BOUND_EACH_LAYER, BOUND_ONCE, MIXED, ServedHost, StepCosts, rows_in
 from contracts.ids import Incarnation, RequestId, WorkerId
 from contracts.node import WorkerRole
 from contracts.sampling import SamplingParams
 from coordinator.placement import policy
 from coordinator.placement.policy import Candidate
 from engine.cache.block_pool import BlockPool
+from engine.scheduler import mixed_budget
 from engine.scheduler.scheduler import Scheduler, SchedulerLimits
 from engine.sequence import Sequence
 from worker.core.status import FULL_TOKENS, Rate
@@ -51,7 +53,7 @@ class SimulatedSystem:
     """A way to serve.
 
     `spills`: the second worker may take prompts. `objective_s`: see SchedulerLimits. `measured_as`: its name in SERVED.
-    `is_single`: there is no prefill worker.
+    `is_single`: there is no prefill worker. `host`: what a step takes beside the device.
     """
 
     name: str
@@ -60,6 +62,7 @@ class SimulatedSystem:
     spills: bool = True
     measured_as: str = ""
     is_single: bool = False
+    host: ServedHost = BOUND_ONCE
 
 
 SYSTEMS = (
@@ -69,7 +72,11 @@ SYSTEMS = (
     SimulatedSystem("pair that follows the load", WorkerRole.DECODE, 0.008),
     SimulatedSystem("one mixed worker, chunks of 1024", WorkerRole.MIXED, 0.0, is_single=True),
     SimulatedSystem("one mixed worker, chunks that follow", WorkerRole.MIXED, 0.008, is_single=True),
-)
+    SimulatedSystem(
+        "one mixed worker, chunks of 1024, bound layer by layer", WorkerRole.MIXED, 0.0, is_single=True,
+        host=BOUND_EACH_LAYER,
+    ),
+)  # fmt: skip
 
 
 def _measured(system: str, load_name: str) -> list[dict[str, Any]]:
@@ -82,7 +89,7 @@ def _measured_figures(system: SimulatedSystem, load_name: str, seed: int) -> dic
 
     Of two cards seed 0 alone was; of one card, the fixed chunk stands as the peer.
     """
-    if system.is_single and not system.objective_s:
+    if system.host is BOUND_EACH_LAYER:
         wanted = {"load": load_name, "seed": seed}
         return {row["name"]: row["peer_value"] for row in rows_in(SINGLE) if wanted.items() <= row["params"].items()}
     return {row["name"]: row["value"] for row in _measured(system.measured_as, load_name)} if seed == 0 else {}
@@ -326,16 +333,13 @@ def figures(load: Load, pairs: list[SimulatedPair], wall_s: float) -> Iterator[t
 
 
 def simulated(system: SimulatedSystem, load: Load, costs: StepCosts, seeds: list[int]) -> list[ResultRow]:
-    """Return the rows of a system under a load, of all seeds and of each.
-
-    What was measured with a seed is beside.
-    """
+    """Return the rows of a system under a load, of all seeds together and of each that was measured."""
     pairs = {seed: SimulatedPair(system, load, costs, seed) for seed in seeds}
     walls = {seed: pair.run() for seed, pair in pairs.items()}
     found: list[ResultRow] = []
     for seed, pair in pairs.items():
-        beside = _measured_figures(system, load.name, seed)
-        found += _figure_rows(system, load, [pair], walls[seed], f"seed {seed}", beside)
+        if beside := _measured_figures(system, load.name, seed):
+            found += _figure_rows(system, load, [pair], walls[seed], f"seed {seed}", beside)
     return found + _figure_rows(system, load, list(pairs.values()), sum(walls.values()), "all seeds", {})
 
 
@@ -347,10 +351,12 @@ def _figure_rows(
     arrivals: str,
     measured: dict[str, float],
 ) -> list[ResultRow]:
-    params = {"system": system.name, "load": load.name, "arrivals": arrivals}
+    params: dict[str, Any] = {"system": system.name, "load": load.name, "arrivals": arrivals}
+    if system.objective_s:
+        params["floor"] = mixed_budget.MIN_SPEED
     rows = [ResultRow(name, value, unit, params, None, "measured" if name in measured else None, measured.get(name))
             for name, value, unit in figures(load, pairs, wall_s)]  # fmt: skip
-    log.warning("%s, %s, %s: %s", load.name, system.name, arrivals, ", ".join(f"{r.name} {r.value:.4g}" for r in rows))
+    log.warning("%s: %s", ", ".join(map(str, params.values())), ", ".join(f"{r.name} {r.value:.4g}" for r in rows))
     return rows
 
 
@@ -358,13 +364,18 @@ def main() -> int:
     """Simulate each system under each load. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    words = "least pace of chunks that follow, as a share of the largest chunk's"
+    parser.add_argument("--floors", type=float, nargs="+", default=[mixed_budget.MIN_SPEED, 0.5, 0.0], help=words)
     parser.add_argument("--out", type=Path, default=None, help="result file")
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    costs, rows = StepCosts(), []
+    rows = []
     for load in (load for name in LOAD_NAMES for load in LOADS if load.name == name):
         for system in SYSTEMS:
-            rows += simulated(system, load, costs, options.seeds)
+            costs = StepCosts(system.host)
+            for floor in options.floors if system.objective_s else options.floors[:1]:
+                mixed_budget.MIN_SPEED = floor
+                rows += simulated(system, load, costs, options.seeds)
     config = {
         "seeds": options.seeds,
         "step costs": [MIXED, ALONE],

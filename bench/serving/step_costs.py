@@ -3,6 +3,7 @@
 import json
 import math
 from bisect import bisect_right
+from dataclasses import dataclass
 from typing import Any
 
 from bench.report.result import RESULTS
@@ -10,16 +11,32 @@ from engine.scheduler.batch import Batch
 
 MIXED = "2026-11-26-engine-gpu-mixed-ending-h200"
 ALONE = "2026-11-28-engine-gpu-beside-vllm-h200"
-SERVED_LEAST_S, SERVED_MORE_S, SERVED_PER_ANSWER_S = 0.0058, 0.0012, 2e-5
-"""A served worker's host takes at least so long for a step of prompts beside answers, and adds to each: chosen so that
-the simulated single worker has the times of bench/results/2026-11-29-serving-gpu-adaptive-h200.md."""
+SERVED_MORE_S = 0.0012
+"""What a served worker adds to a step of prompts beside answers."""
+
+
+@dataclass(frozen=True)
+class ServedHost:
+    """What a served worker's host takes at least for a step of prompts beside answers."""
+
+    least_s: float
+    per_answer_s: float
+
+
+BOUND_EACH_LAYER = ServedHost(0.0058, 2e-5)
+"""When each layer's launches of attention were bound anew: chosen, with SERVED_MORE_S, so that the simulated single
+worker has the times of bench/results/2026-11-29-serving-gpu-adaptive-h200.md."""
+BOUND_ONCE = ServedHost(0.0036, 1.2e-5)
+"""Since they are bound once a batch: the same, times what the host's share of a step fell to in one run, 0.62 of it
+(bench/results/2026-11-29-engine-gpu-mixed-step-parts-h200.md). No served worker was measured since."""
 READ_BYTES_PER_S, KV_BYTES_PER_TOKEN = 4.45e12, 65_536
 
 
 class StepCosts:
     """The seconds of a step on an H200, of Llama-8B's shape in FP8."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: ServedHost = BOUND_ONCE) -> None:
+        self._host = host
         alone = {
             (row["name"], row["params"].get("batch") or row["params"].get("length")): row["value"]
             for row in rows_in(ALONE)
@@ -56,7 +73,7 @@ class StepCosts:
         share = min(1.0, max(0.0, (len(decodes) - few) / (many - few)))
         added_s = (1 - share) * _between(small, rows) + share * _between(large, rows)
         device_s = alone_s + max(0.0, added_s + (attended - 4096 * num_rows) * self._per_context)
-        return max(device_s, SERVED_LEAST_S + SERVED_PER_ANSWER_S * len(decodes)) + SERVED_MORE_S
+        return max(device_s, self._host.least_s + self._host.per_answer_s * len(decodes)) + SERVED_MORE_S
 
 
 def _between(points: list[tuple[float, float]], x: float) -> float:

@@ -1,9 +1,10 @@
 """Launches that the layers of a batch share, chosen once.
 
 For each launch Triton binds the arguments, specializes the kernel to them and looks it up, and before that tiles and
-parts are chosen: 0.17 to 0.34 ms a layer of a prompt beside answers, which made steps of few rows as long as the host
-took for them (bench/results/2026-11-29-engine-gpu-mixed-step-parts-h200.md). The layers of a pass differ in their keys,
-values and scales alone, so all but the first launch what the first has chosen.
+parts are chosen: with the graphs beside it 0.17 to 0.21 ms a layer of a prompt beside answers, where this makes it 0.09
+(bench/results/2026-11-29-engine-gpu-mixed-step-parts-h200.md), so that steps of few rows were as long as the host took
+for them. The layers of a pass differ in their keys, values and scales alone, so all but the first launch what the first
+has chosen.
 """
 
 from collections.abc import Callable

@@ -6,7 +6,7 @@ import pytest
 
 from bench.serving.loads import LOADS
 from bench.serving.simulated_pair import SYSTEMS, SimulatedPair, figures, simulated
-from bench.serving.step_costs import StepCosts
+from bench.serving.step_costs import BOUND_EACH_LAYER, StepCosts
 
 
 def test_a_pair_that_follows_the_load_has_earlier_first_tokens_and_short_gaps():
@@ -26,7 +26,11 @@ def test_a_pair_that_follows_the_load_has_earlier_first_tokens_and_short_gaps():
 
 def test_one_worker_with_chunks_of_1024_has_the_times_that_were_measured():
     (load,) = (load for load in LOADS if load.name == "8k-4")
-    (system,) = (each for each in SYSTEMS if each.is_single and not each.objective_s)
-    rows = {row.name: row for row in simulated(system, load, StepCosts(), [0]) if row.params["arrivals"] == "seed 0"}
+    (system,) = (each for each in SYSTEMS if each.host is BOUND_EACH_LAYER)
+    rows = {
+        row.name: row
+        for row in simulated(system, load, StepCosts(system.host), [0])
+        if row.params["arrivals"] == "seed 0"
+    }
     for name in ("TTFT p50", "TTFT p90", "TTFT p99", "ITL p50", "ITL p90", "ITL p99"):
         assert rows[name].peer_value == pytest.approx(rows[name].value, rel=0.2)
