@@ -45,6 +45,9 @@ HEARTBEAT_S = 1.0
 WARM_S = 3.0
 """When the load begins: one request before it gives the workers their rates, as bench.serving.gpu does."""
 
+SHOWN = ("TTFT p50", "TTFT p90", "TTFT p99", "ITL p99", "goodput", "prompts sent over")
+"""The figures of all seeds that the result file has; of a seed that was measured it has all."""
+
 log = logging.getLogger("bench")
 
 
@@ -340,7 +343,8 @@ def simulated(system: SimulatedSystem, load: Load, costs: StepCosts, seeds: list
     for seed, pair in pairs.items():
         if beside := _measured_figures(system, load.name, seed):
             found += _figure_rows(system, load, [pair], walls[seed], f"seed {seed}", beside)
-    return found + _figure_rows(system, load, list(pairs.values()), sum(walls.values()), "all seeds", {})
+    together = _figure_rows(system, load, list(pairs.values()), sum(walls.values()), "all seeds", {})
+    return found + [row for row in together if row.name in SHOWN]
 
 
 def _figure_rows(
