@@ -104,7 +104,7 @@ async def test_the_described_bodies_name_each_field(client):
 async def test_the_document_is_the_one_that_is_written_down(client):
     """Whatever changes what clients may send or get shows in a diff of openapi.json.
 
-    `TANDEM_WRITE_OPENAPI=1 make test ARGS=tests/gateway/test_gateway_openapi.py` writes it anew.
+    `TANDEM_WRITE_OPENAPI=1 make test ARGS=tests/gateway/api/test_openapi.py` writes it anew.
     """
     document = (await client.get("/openapi.json")).text
     text = json.dumps(json.loads(document), indent=1, ensure_ascii=False) + "\n"
