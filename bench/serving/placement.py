@@ -9,6 +9,7 @@ COMMIT`. Workers are names in a real Redis server, which change once a second as
 import argparse
 import asyncio
 import gc
+import importlib.util
 import json
 import logging
 import os
@@ -198,11 +199,10 @@ async def _place(given: dict[str, Any]) -> dict[str, Any]:
 
     from contracts.ids import Epoch, GatewayId, RequestId
     from coordinator.store.redis_store import RedisStore
-    from gateway.dispatch.registry_client import StorePlacement
 
     gateway = f"gateway-{given['seed']}-{given['reads']}"
     store = RedisStore(given["url"], "bench")
-    placement = StorePlacement(store, GatewayId(gateway))
+    placement = _store_placement()(store, GatewayId(gateway))
     prompts = [[(index * 7919 + seed) % 50_000 for index in range(PROMPT_TOKENS)] for seed in range(NUM_PROMPTS)]
     if not given["reads"]:
         _read_no_more()
@@ -227,6 +227,16 @@ async def _place(given: dict[str, Any]) -> dict[str, Any]:
         "placement_us": sum(typical_us.get(name, 0.0) for name in PLACING),
         "all_us": sum(typical_us[name] * len(those) for name, those in durations_us.items()),
     }
+
+
+def _store_placement() -> Any:
+    """Return the class by which the gateways of that checkout place.
+
+    Older ones have it in a file of another name.
+    """
+    name = "gateway.dispatch.registry_client"
+    module = importlib.import_module(name if importlib.util.find_spec(name) else "gateway.dispatch.placement")
+    return module.StorePlacement
 
 
 def _read_no_more() -> None:
