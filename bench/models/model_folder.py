@@ -26,6 +26,12 @@ TINY = replace(
     LLAMA_8B, vocab_size=512, hidden_size=256, intermediate_size=512, num_layers=2, num_heads=8, num_kv_heads=2,
     head_dim=32, max_model_len=1024,
 )  # fmt: skip
+SMALL = replace(
+    LLAMA_8B, vocab_size=4096, hidden_size=512, intermediate_size=1408, num_layers=8, num_heads=8, num_kv_heads=4,
+    head_dim=64, max_model_len=1024,
+)  # fmt: skip
+"""A fifth of the default model, for systems of many processes on few cores; write it with SMALL_GAIN."""
+SMALL_GAIN = 3.0
 LAYERS_A_FILE = 4
 NUM_WRITERS = 4
 INDEX = "model.safetensors.index.json"
@@ -48,15 +54,19 @@ def main() -> None:
     print(f"{args.folder}: {nbytes / 1e9:.1f} GB in {time.perf_counter() - began_s:.1f} s")
 
 
-def write_folder(folder: Path, config: ModelConfig, device: torch.device) -> None:
-    """Write a folder that transformers, vLLM and Tandem can open."""
+def write_folder(folder: Path, config: ModelConfig, device: torch.device, gain: float = 1.0) -> None:
+    """Write a folder that transformers, vLLM and Tandem can open.
+
+    `gain`: what matrices are multiplied by; with a large one greedy answers depend on all of their prompts.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     parts = tensor_names(config)
     files = [f"model-{1 + number:05d}-of-{len(parts):05d}.safetensors" for number in range(len(parts))]
 
     def write(number: int) -> None:
         source = RandomWeights(config, device, seed=number)
-        tensors = {name: source.tensor(name).to(torch.bfloat16).cpu() for name in parts[number]}
+        drawn = {name: source.tensor(name) for name in parts[number]}
+        tensors = {name: (t * gain if t.dim() > 1 else t).to(torch.bfloat16).cpu() for name, t in drawn.items()}
         save_file(tensors, folder / files[number], {"format": "pt"})
 
     with ThreadPoolExecutor(NUM_WRITERS) as pool:

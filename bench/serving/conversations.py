@@ -49,9 +49,18 @@ class Reply:
 
 
 async def known_conversations(
-    http: aiohttp.ClientSession, url: str, model: str, count: int, num_turns: int, rng: random.Random
+    http: aiohttp.ClientSession,
+    url: str,
+    model: str,
+    count: int,
+    num_turns: int,
+    rng: random.Random,
+    vocabulary: int = VOCABULARY,
 ) -> list[KnownConversation]:
-    """Hold the conversations with the system at `url`. Raises RuntimeError if a request fails."""
+    """Hold the conversations with the system at `url`, with token ids below `vocabulary`.
+
+    Raises RuntimeError if a request fails.
+    """
     conversations = [KnownConversation() for _ in range(count)]
     seeds = [rng.random() for _ in range(count)]
     waiting = iter(list(zip(conversations, seeds, strict=True)))
@@ -60,7 +69,7 @@ async def known_conversations(
     async def hold() -> None:
         nonlocal told_s
         for conversation, seed in waiting:
-            await _hold(http, url, model, conversation, num_turns, random.Random(seed))
+            await _hold(http, url, model, conversation, num_turns, random.Random(seed), vocabulary)
             if time.monotonic() - told_s > PROGRESS_S:
                 told_s = time.monotonic()
                 num_known = sum(len(one.turns) == num_turns for one in conversations)
@@ -79,11 +88,12 @@ async def _hold(
     conversation: KnownConversation,
     num_turns: int,
     rng: random.Random,
+    vocabulary: int,
 ) -> None:
     said: list[int] = []
     for turn in range(num_turns):
         num_new = rng.choice(NEXT_TOKENS if turn else FIRST_TOKENS)
-        prompt = said + random_prompt(num_new, rng, VOCABULARY)
+        prompt = said + random_prompt(num_new, rng, vocabulary)
         num_tokens = rng.choice(ANSWER_TOKENS)
         reply = await complete(http, url, model, prompt, num_tokens)
         if reply.error or len(reply.tokens) != num_tokens:

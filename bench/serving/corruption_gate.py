@@ -24,10 +24,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import aiohttp
+import torch
 
 from bench.load.client import session
+from bench.models.model_folder import SMALL, SMALL_GAIN, write_folder
 from bench.report.result import ResultRow, write_result
-from bench.serving.conversations import KnownConversation, complete, known_conversations
+from bench.serving.conversations import VOCABULARY, KnownConversation, complete, known_conversations
 from bench.serving.counter_sums import CounterSums
 from bench.serving.kept_kv import STORE_HOST, KeptKV, kv_places, optional_network
 from bench.serving.kv_faults import DAMAGED
@@ -110,13 +112,16 @@ def main() -> int:
     rng = random.Random(args.seed)
     with ExitStack() as stack:
         folder = args.logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tandem-gate-")))
+        if args.small_model:
+            write_folder(folder / "model", SMALL, torch.device("cpu"), SMALL_GAIN)
         conversations = asyncio.run(undisturbed(folder / "single", args, rng))
+        print(f"{len({tuple(one.turns[-1].answer) for one in conversations})} different last answers", file=sys.stderr)
         report = asyncio.run(disturbed(folder / "tiers", args, conversations, rng))
     for row in report.rows():
         print(f"{row.name:44s} {row.value:>10.6g} {row.unit}")
     for line in report.held:
         print(line, file=sys.stderr)
-    names = ("conversations", "turns", "faults", "seed", "kv_cache_mib", "clients", "transfer", "rate_mbit", "options")
+    names = ("conversations", "turns", "faults", "seed", "small_model", "clients", "transfer", "rate_mbit", "options")
     write_result(args.out, "corruption-gate", report.rows(), {name: getattr(args, name) for name in names})
     return 0 if report.is_passed else 1
 
@@ -126,10 +131,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--conversations", type=int, default=500)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--faults", type=int, default=1000, help="the conversations go on until as many were made")
-    parser.add_argument("--kv-cache-mib", type=int, default=32, help="of each worker; a turn needs up to 16")
+    parser.add_argument("--small-model", action="store_true", help="a random one, for busy machines")
     parser.add_argument("--clients", type=int, default=8, help="how many ask at the same time")
     parser.add_argument("--transfer", default="tcp", help="only tcp is compressed, and wholly goes over the network")
-    parser.add_argument("--rate-mbit", type=float, default=200.0, help="of the links of p1 and the store; 0: unlimited")
+    parser.add_argument("--rate-mbit", type=float, default=100.0, help="of the links of p1 and the store; 0: unlimited")
     parser.add_argument("--options", nargs="*", default=[], help="further NAME=VALUE settings of the workers")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--logs", type=Path, default=None, help="a new folder to keep the services' logs in")
@@ -137,14 +142,35 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+@dataclass(frozen=True)
+class ModelSizes:
+    """What depends on the model: token ids, MiB of a cache that holds five turns, and the scale of the tiers below."""
+
+    vocabulary: int
+    cache_mib: int
+    scale: float
+
+
+def sizes_of(args: argparse.Namespace) -> ModelSizes:
+    return ModelSizes(SMALL.vocab_size, 12, 0.36) if args.small_model else ModelSizes(VOCABULARY, 32, 1.0)
+
+
+def model_of_args(folder: Path, args: argparse.Namespace) -> dict[str, str]:
+    return {"TANDEM_MODEL": str(folder.parent / "model")} if args.small_model else {}
+
+
 async def undisturbed(folder: Path, args: argparse.Namespace, rng: random.Random) -> list[KnownConversation]:
     """Return the conversations with the answers of one worker without tiers."""
     folder.mkdir(parents=True)
-    with Services(folder, {"m0": ("--role", "mixed")}, **COMMON | {"TANDEM_NUM_THREADS": "2"}) as services:
+    with Services(
+        folder, {"m0": ("--role", "mixed")}, **COMMON | model_of_args(folder, args) | {"TANDEM_NUM_THREADS": "2"}
+    ) as services:
         await services.start_all(REST_TIMEOUT_S)
         async with session() as http:
             model = model_of(services.url)
-            return await known_conversations(http, services.url, model, args.conversations, args.turns, rng)
+            return await known_conversations(
+                http, services.url, model, args.conversations, args.turns, rng, sizes_of(args).vocabulary
+            )
 
 
 async def disturbed(
@@ -154,8 +180,9 @@ async def disturbed(
     rates = {host: float(args.rate_mbit) for host in SLOW_HOSTS}
     with ExitStack() as stack:
         network = stack.enter_context(optional_network([*ROLES, STORE_HOST], rates))
-        places = stack.enter_context(kv_places(folder, network))
-        settings = COMMON | places.settings() | {"TANDEM_KV_CACHE_MIB": str(args.kv_cache_mib)}
+        places = stack.enter_context(kv_places(folder, network, sizes_of(args).scale))
+        settings = COMMON | places.settings() | model_of_args(folder, args)
+        settings["TANDEM_KV_CACHE_MIB"] = str(sizes_of(args).cache_mib)
         settings |= dict(option.split("=", 1) for option in args.options)
         services = stack.enter_context(Services(folder, workers, network, **settings))
         await services.start_all(REST_TIMEOUT_S)

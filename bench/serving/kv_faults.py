@@ -15,7 +15,7 @@ from typing import BinaryIO
 import msgspec
 import redis.asyncio as redis
 
-from bench.serving.kept_kv import HOST_GIB, KeptKV
+from bench.serving.kept_kv import KeptKV
 from kv_transfer.chunks.block_record import ALIGNMENT, MAGIC, PREFIX, BlockFacts, begin_record, seal_record
 
 _SCAN_NBYTES = 16 << 20
@@ -156,7 +156,7 @@ async def damage_memory(kept: KeptKV, rng: random.Random) -> bool:
         pid = kept.services.facts(rng.choice(alive))["core_pid"]
     except FileNotFoundError:  # it is being started again
         return False
-    return await asyncio.to_thread(turn_bit_of, pid, rng, int(HOST_GIB * 2**30 * 0.9))
+    return await asyncio.to_thread(turn_bit_of, pid, rng, int(kept.places.host_nbytes * 0.9))
 
 
 def _on_disk(damage: Callable[[bytes, random.Random], bytes]) -> "Fault":
