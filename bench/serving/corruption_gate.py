@@ -43,7 +43,7 @@ from bench.system.services import Services
 ROLES = {"p0": "prefill", "p1": "prefill", "d0": "decode", "d1": "decode"}
 REST_TIMEOUT_S = 90.0
 PROGRESS_S = 30.0
-SHARE_OF_LONG_FAULTS = 0.09
+SHARE_OF_LONG_FAULTS = 0.06
 """The share of faults of services and of the network."""
 SHARE_OF_OUTAGES = 0.08
 """The share of faults of disks and of the store among the others."""
@@ -132,7 +132,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--faults", type=int, default=1000, help="the conversations go on until as many were made")
     parser.add_argument("--small-model", action="store_true", help="a random one, for busy machines")
-    parser.add_argument("--clients", type=int, default=8, help="how many ask at the same time")
+    parser.add_argument("--clients", type=int, default=12, help="how many ask at the same time")
     parser.add_argument("--transfer", default="tcp", help="only tcp is compressed, and wholly goes over the network")
     parser.add_argument("--rate-mbit", type=float, default=100.0, help="of the links of p1 and the store; 0: unlimited")
     parser.add_argument("--options", nargs="*", default=[], help="further NAME=VALUE settings of the workers")
@@ -220,6 +220,7 @@ class Table:
     def __init__(self, conversations: list[KnownConversation], rng: random.Random) -> None:
         self._all, self._rng = conversations, rng
         self._free = list(conversations)
+        self._never_ended = set(conversations)
         self.is_struck = False
         self.num_rounds = 0
 
@@ -228,11 +229,13 @@ class Table:
         return sum(conversation.num_done < len(conversation.turns) for conversation in self._all)
 
     def take(self) -> KnownConversation | None:
-        """Return one with a turn left, or None once all have ended and all faults were made.
+        """Return one with a turn left, or None once each has ended and all faults were made.
 
         At most NUM_BEGUN are between their first turn and their last, so that a turn finds the one before it below.
         """
         waiting = [one for one in self._free if one.num_done < len(one.turns)]
+        if self.is_struck:
+            waiting = [one for one in waiting if one in self._never_ended]
         begun = [one for one in waiting if one.num_done]
         waiting = begun if len(begun) >= NUM_BEGUN else waiting
         if not waiting and not self.is_struck and self._free:
@@ -248,6 +251,8 @@ class Table:
 
     def give_back(self, conversation: KnownConversation) -> None:
         conversation.num_done += 1
+        if conversation.num_done == len(conversation.turns):
+            self._never_ended.discard(conversation)
         self._free.append(conversation)
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from bench.serving import kv_faults
+from bench.serving.conversations import KnownConversation, Turn
+from bench.serving.corruption_gate import Table
 from contracts.errors import Corrupt, LayoutMismatch
 from kv_transfer.chunks.block_record import verify
 from tests.kv_transfer.tiers.block_samples import LAYOUT, key_of, record_of
@@ -89,3 +91,26 @@ def test_records_on_disk_are_damaged_in_their_place(tmp_path: Path) -> None:
     assert len({file.read_bytes() for file in files}) == 1
     assert kv_faults.damage_disk(tmp_path, random.Random(0), kv_faults.torn)
     assert {len(file.read_bytes()) for file in files} != {len(record) for record in before}
+
+
+def test_conversations_go_on_until_each_has_ended_and_all_faults_were_made() -> None:
+    conversations = [KnownConversation([Turn([1], [2]), Turn([1, 2], [3])]) for _ in range(3)]
+    table = Table(conversations, random.Random(0))
+    taken = []
+    for turn in range(7):
+        conversation = table.take()
+        assert conversation is not None
+        taken.append((id(conversation), conversation.num_done))
+        table.give_back(conversation)
+        table.is_struck = turn == 6  # in the second round, for the faults were not made before
+    assert len(set(taken[:6])) == 6 and table.num_rounds == 1
+    assert table.take() is None
+
+
+def test_a_conversation_is_held_by_one_client_at_a_time() -> None:
+    table = Table([KnownConversation([Turn([1], [2])])], random.Random(0))
+    conversation = table.take()
+    assert conversation is not None and table.take() is None
+    table.is_struck = True
+    table.give_back(conversation)
+    assert table.take() is None
