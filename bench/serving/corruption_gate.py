@@ -144,7 +144,10 @@ def parse() -> argparse.Namespace:
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """What depends on the model: token ids, MiB of a cache that holds five turns, and the scale of the tiers below."""
+    """The sizes that depend on the model.
+
+    They are the number of token ids, the MiB of a cache that holds five turns, and the scale of the tiers below.
+    """
 
     vocabulary: int
     cache_mib: int
