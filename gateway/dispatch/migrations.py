@@ -22,8 +22,10 @@ from service.tasks import spawn_into
 log = logging.getLogger(__name__)
 
 LOOK_PERIOD_S = 0.1
-MAX_AT_ONCE = 16
-"""Migrations of one gateway at once: each holds pages at two workers, and shares the links with handoffs."""
+MAX_AT_ONCE, MAX_TOKENS_AT_ONCE = 64, 131_072
+"""Migrations of one gateway at once, and the KV that they move: it is held at two workers and shares the links with
+handoffs. Each waits for some steps of both, so a drain of many short answers needs many at once.
+"""
 TIMEOUT_S = 15.0
 """The seconds after which a migration that is not decided is given up; a source gives up sooner."""
 RETRY_S = 1.0
@@ -76,17 +78,19 @@ class Migrations:
         spawn_into(self._tasks, self._give_back(route, is_moved))
 
     def _begin(self, answers: list[InflightRequest], orders: Sequence[MigrationOrder]) -> None:
-        num_left = MAX_AT_ONCE - sum(live.migration is not None or live.is_migration_placed for live in answers)
+        moving = [live for live in answers if live.migration is not None or live.is_migration_placed]
+        num_left, tokens_left = MAX_AT_ONCE - len(moving), MAX_TOKENS_AT_ONCE - sum(map(_num_tokens, moving))
         now = time.monotonic()
         for order in orders:
             ready = [(live, ref) for live in answers if (ref := live.source(now)) and ref.worker_id == order.source]
             # The youngest first: they have the most before them, and the least to be copied.
-            ready.sort(key=lambda each: (each[0].answer.num_tokens, len(each[0].answer.all_token_ids)))
-            num_moved = min(self._num_moved(order, len(ready)), num_left)
-            for live, ref in ready[: max(num_moved, 0)]:
+            ready.sort(key=lambda each: (each[0].answer.num_tokens, _num_tokens(each[0])))
+            for live, ref in ready[: self._num_moved(order, len(ready))]:
+                if num_left <= 0 or tokens_left <= 0:
+                    return
                 live.is_migration_placed = True
                 spawn_into(self._tasks, self._migrate(live, ref, order))
-                num_left -= 1
+                num_left, tokens_left = num_left - 1, tokens_left - _num_tokens(live)
 
     def _num_moved(self, order: MigrationOrder, num_ready: int) -> int:
         """Return how many of our answers are to move.
@@ -137,3 +141,8 @@ class Migrations:
             await self._store.end_migration(route.request_id, route.epoch, is_moved)
         except TandemError as error:
             log.info("end of migration %d of %s not told to the store: %s", route.epoch, route.request_id, error)
+
+
+def _num_tokens(live: InflightRequest) -> int:
+    """Return how many tokens of KV an answer has."""
+    return len(live.answer.request.token_ids) + live.answer.num_tokens

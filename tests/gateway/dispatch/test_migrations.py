@@ -13,6 +13,7 @@ from contracts.events import Token, Tokens
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.request import Route, WorkerRef
 from coordinator.migration_policy import MigrationOrder, MigrationReason
+from gateway.dispatch import migrations
 from gateway.dispatch.migrations import LOOK_PERIOD_S, MAX_AT_ONCE, Migrations
 from gateway.dispatch.registry_client import Placement
 from gateway.dispatch.request_state_machine import InflightRequest
@@ -95,14 +96,14 @@ async def moving(
 ) -> AsyncIterator[tuple[Migrations, Places]]:
     places, orders = Places(), Orders(order, is_lasting)
     parts = cast(Placement, places), GATEWAY, cast(WorkerPool, Wires()), lambda live, actions: None
-    migrations = Migrations(*parts, orders, random.Random(1))
-    running = asyncio.create_task(migrations.run(lambda: answers))
+    mover = Migrations(*parts, orders, random.Random(1))
+    running = asyncio.create_task(mover.run(lambda: answers))
     try:
         await async_until(lambda: orders.num_asked > 1, SOON_S)
-        yield migrations, places
+        yield mover, places
     finally:
         running.cancel()
-        await migrations.stop()
+        await mover.stop()
 
 
 def order_of(share: float, reason: MigrationReason = MigrationReason.BALANCE) -> MigrationOrder:
@@ -129,28 +130,38 @@ async def test_a_fraction_of_an_answer_moves_now_and_then(prompting: Prompting):
 
 async def test_so_many_move_at_once_and_no_more(prompting: Prompting):
     answers = [answer(prompting, f"r{number}", A, 1) for number in range(MAX_AT_ONCE + 3)]
-    async with moving(answers, order_of(1.0), is_lasting=True) as (migrations, places):
+    async with moving(answers, order_of(1.0), is_lasting=True) as (mover, places):
         await async_until(lambda: len(places.asked) == MAX_AT_ONCE, SOON_S)
         moved = next(live for live in answers if live.migration is not None)
         route, moved.migration, moved.left = moved.migration, None, A
         assert route is not None
         moved.decoder = C.worker_id
-        migrations.ended(moved, route, is_moved=True)
+        mover.ended(moved, route, is_moved=True)
         await async_until(lambda: len(places.asked) == MAX_AT_ONCE + 1, SOON_S)
         await async_until(lambda: places.ended == [(moved.request_id, True)], SOON_S)
-    assert migrations.counts == {("committed", MigrationReason.BALANCE): 1}
+    assert mover.counts == {("committed", MigrationReason.BALANCE): 1}
+
+
+async def test_of_long_answers_fewer_move_at_once(prompting: Prompting, monkeypatch: pytest.MonkeyPatch):
+    answers = [answer(prompting, f"r{number}", A, 1) for number in range(4)]
+    num_tokens = len(answers[0].answer.all_token_ids)
+    monkeypatch.setattr(migrations, "MAX_TOKENS_AT_ONCE", 2 * num_tokens)
+    async with moving(answers, order_of(1.0), is_lasting=True) as (_, places):
+        await async_until(lambda: len(places.asked) == 2, SOON_S)
+        await asyncio.sleep(2 * LOOK_PERIOD_S)
+        assert len(places.asked) == 2
 
 
 async def test_without_a_place_it_stays_and_counts_as_nothing(prompting: Prompting):
     answers = [answer(prompting, "r", A, 1)]
-    async with moving(answers, order_of(1.0, MigrationReason.MEMORY)) as (migrations, places):
+    async with moving(answers, order_of(1.0, MigrationReason.MEMORY)) as (mover, places):
         places.is_full = True
         live = answer(prompting, "late", A, 1)
         answers.append(live)
-        migrations._begin([live], [order_of(1.0)])
+        mover._begin([live], [order_of(1.0)])
         await async_until(lambda: len(places.asked) == 2, SOON_S)
         await async_until(lambda: not live.is_migration_placed, SOON_S)
-        assert live.migration is None and not migrations.counts and not places.ended
+        assert live.migration is None and not mover.counts and not places.ended
 
 
 def test_a_reason_that_is_none_is_refused_by_its_name():
