@@ -52,7 +52,7 @@ class MovesRun:
 async def right_replies(folder: Path, count: int, num_tokens: int, seed: int) -> list[StreamedReply]:
     """Return the replies of one worker that nothing disturbs."""
     folder.mkdir()
-    with Services(folder, {"m0": ("--role", "mixed")}, **SETTINGS | {"TANDEM_NUM_THREADS": "2"}) as services:
+    with Services(folder, {"m0": ("--role", "mixed")}, **SETTINGS) as services:
         await services.start_all(START_TIMEOUT_S)
         async with session() as http:
             requests = movable_requests(model_of(services.url), count, num_tokens, random.Random(seed))
