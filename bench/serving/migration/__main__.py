@@ -14,6 +14,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
+from bench.load.client import VOCABULARY
+from bench.models.model_folder import TINY, write_folder
 from bench.report.result import ResultRow, write_result
 from bench.serving.migration import moves
 from bench.serving.migration.drain import measure_drains
@@ -37,12 +41,16 @@ def main(arguments: list[str]) -> int:
     is_passed = True
     with tempfile.TemporaryDirectory(prefix="tandem-migration-") as name:
         folder, right = Path(name), list[StreamedReply]()
+        settings, vocabulary = SETTINGS, VOCABULARY
+        if args.small_model:
+            write_folder(folder / "model", TINY, torch.device("cpu"))
+            settings, vocabulary = SETTINGS | {"TANDEM_MODEL": str(folder / "model")}, TINY.vocab_size
         if {"moves", "kills"} & set(args.parts):
             count, num_tokens = args.requests, args.tokens
-            right = asyncio.run(right_replies(folder / "right", count, num_tokens, args.seed))
+            right = asyncio.run(right_replies(folder / "right", settings, count, num_tokens, vocabulary, args.seed))
             print(f"the right answers to {count} requests are known", file=sys.stderr, flush=True)
         if "moves" in args.parts:
-            alone, loaded = asyncio.run(_moves(folder / "moves", right, args))
+            alone, loaded = asyncio.run(_moves(folder / "moves", settings, right, args))
             rows += moves.rows(alone, "alone") + moves.rows(loaded, "loaded")
             rows += [ResultRow(f"moves under load of: {kind}", loaded.moves_of[kind], "") for kind in KINDS]
             is_passed &= not (alone.wrong or loaded.wrong or alone.held or loaded.held)
@@ -55,7 +63,7 @@ def main(arguments: list[str]) -> int:
             rows += memory.rows()
             is_passed &= memory.is_passed
         if "kills" in args.parts:
-            report = asyncio.run(_kills(folder / "kills", right, args))
+            report = asyncio.run(_kills(folder / "kills", settings, right, args))
             rows += report.rows()
             is_passed &= report.is_passed
             for words in (*report.wrong, *report.lost, *report.held, *report.unreached):
@@ -76,23 +84,29 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--drain-tokens", type=int, default=200, help="of an answer whose worker is drained")
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=TARGETS, help="what is killed and frozen")
     parser.add_argument("--points", nargs="+", choices=POINTS, default=POINTS, help="of a move, where it is")
+    parser.add_argument("--small-model", action="store_true", help="for moves and kills a random one: a busy machine")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--machine", default="quiet", help="what else it does, for the result file")
     parser.add_argument("--out", type=Path)
     return parser
 
 
-async def _moves(folder: Path, right: Sequence[StreamedReply], args: argparse.Namespace) -> tuple[MovesRun, MovesRun]:
+async def _moves(
+    folder: Path, settings: dict[str, str], right: Sequence[StreamedReply], args: argparse.Namespace
+) -> tuple[MovesRun, MovesRun]:
     folder.mkdir()
-    with MovingServices(folder, moves.ROLES, **SETTINGS) as services:
+    with MovingServices(folder, moves.ROLES, **settings) as services:
         await services.start_all(START_TIMEOUT_S)
-        alone = await move_under_load(services, right, min(FEW_MOVES, args.moves), 1)
-        return alone, await move_under_load(services, right, args.moves, args.at_once)
+        share = moves.SMALL_SHARE if args.small_model else moves.SHARE
+        alone = await move_under_load(services, right, min(FEW_MOVES, args.moves), 1, share)
+        return alone, await move_under_load(services, right, args.moves, args.at_once, share)
 
 
-async def _kills(folder: Path, right: Sequence[StreamedReply], args: argparse.Namespace) -> KillsReport:
+async def _kills(
+    folder: Path, settings: dict[str, str], right: Sequence[StreamedReply], args: argparse.Namespace
+) -> KillsReport:
     folder.mkdir()
-    with MovingServices(folder, KILL_ROLES, **SETTINGS) as services:
+    with MovingServices(folder, KILL_ROLES, **settings) as services:
         await services.start_all(START_TIMEOUT_S)
         return await kill_at_points(services, right, cases(args.targets, args.points))
 

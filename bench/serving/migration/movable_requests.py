@@ -14,7 +14,7 @@ from typing import Any
 
 import aiohttp
 
-from bench.load.client import random_prompt
+from bench.load.client import VOCABULARY, random_prompt
 
 PROMPT_TOKENS = (40, 90, 150)
 QUIET_S = 120.0
@@ -41,7 +41,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "temperature": 1.0,
         "top_k": FEW,
         "min_tokens": 20,
-        "logit_bias": {"28": 3.0, "30": -100},
+        "logit_bias": {"108": 3.0, "110": -100},
     },
 }
 """Kind -> the fields of its requests."""
@@ -101,14 +101,16 @@ class StreamedReply:
         return next((words for words in found if words), "")
 
 
-def movable_requests(model: str, count: int, num_tokens: int, rng: random.Random) -> list[MovableRequest]:
+def movable_requests(
+    model: str, count: int, num_tokens: int, rng: random.Random, vocabulary: int = VOCABULARY
+) -> list[MovableRequest]:
     """Return requests of all kinds in turn, for answers of `num_tokens` where no stop string ends them."""
     requests: list[MovableRequest] = []
     for number in range(count):
         kind = list(KINDS)[number % len(KINDS)]
         body = {
             "model": model,
-            "prompt": random_prompt(rng.choice(PROMPT_TOKENS), rng),
+            "prompt": random_prompt(rng.choice(PROMPT_TOKENS), rng, vocabulary),
             "max_tokens": num_tokens,
             "ignore_eos": True,
             "stream": True,

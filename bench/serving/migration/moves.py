@@ -23,8 +23,9 @@ from bench.system.services import Services
 SETTINGS = {"TANDEM_NUM_THREADS": "1", "TANDEM_DTYPE": "float32", "TANDEM_KV_CACHE_MIB": "512"}
 ROLES = {"p0": ("--role", "prefill"), "d0": ("--role", "decode"), "d1": ("--role", "decode")}
 START_TIMEOUT_S, REST_TIMEOUT_S, TELL_S = 90.0, 60.0, 20.0
-SHARE = 0.12
-"""What each worker gives away at each of ten looks a second: an answer moves about once a second."""
+SMALL_SHARE, SHARE = 0.5, 0.12
+"""What each worker gives away at each of ten looks a second, of a small model and of another: an answer moves about
+five times, or once, a second."""
 MAX_ROUNDS = 200
 _ID = re.compile(r"cmpl-(?P<name>r\d+\.\d+)-[0-9a-f]+(-(?P<choice>\d+))?")
 
@@ -49,25 +50,27 @@ class MovesRun:
     span_s: float = 0.0
 
 
-async def right_replies(folder: Path, count: int, num_tokens: int, seed: int) -> list[StreamedReply]:
+async def right_replies(
+    folder: Path, settings: dict[str, str], count: int, num_tokens: int, vocabulary: int, seed: int
+) -> list[StreamedReply]:
     """Return the replies of one worker that nothing disturbs."""
     folder.mkdir()
-    with Services(folder, {"m0": ("--role", "mixed")}, **SETTINGS) as services:
+    with Services(folder, {"m0": ("--role", "mixed")}, **settings) as services:
         await services.start_all(START_TIMEOUT_S)
         async with session() as http:
-            requests = movable_requests(model_of(services.url), count, num_tokens, random.Random(seed))
+            requests = movable_requests(model_of(services.url), count, num_tokens, random.Random(seed), vocabulary)
             return await known_replies(http, services.url, requests, len(KINDS))
 
 
 async def move_under_load(
-    services: MovingServices, right: Sequence[StreamedReply], num_moves: int, num_at_once: int
+    services: MovingServices, right: Sequence[StreamedReply], num_moves: int, num_at_once: int, share: float
 ) -> MovesRun:
     """Ask for the same, so many at once and again and again, until so many moves were made."""
     run, began_s, num_before = MovesRun(num_at_once), time.monotonic(), len(services.moved())
     paused = [services.counter(name) for name in ("migration_pause_seconds", "migrations_committed")]
     replies: list[StreamedReply] = []
     turns = _turns(right)
-    services.order(SHARE)
+    services.order(share)
 
     def is_done() -> bool:
         return len(services.moved()) - num_before >= num_moves
