@@ -11,6 +11,8 @@ from typing import NewType, Protocol
 
 import msgspec
 
+from contracts.held_prefixes import HeldPrefixes
+
 BlockKey = NewType("BlockKey", bytes)
 """The digest of all that a block's KV depends on: model, layout, group, salt, and every token up to its end."""
 
@@ -19,11 +21,12 @@ class BlockWorth(msgspec.Struct, frozen=True, kw_only=True):
     """The reasons to keep a block, for a store that has to choose.
 
     `compute_s` is what its KV would take to compute again, in seconds. Without the block before it, `parent`, it is of
-    no use; that is None for the first of a prompt.
+    no use; that is None for the first of a prompt. `num_blocks`: of the prompt up to its end; 0 if that is not known.
     """
 
     compute_s: float
     parent: BlockKey | None = None
+    num_blocks: int = 0
 
 
 class KVStore(Protocol):
@@ -32,10 +35,12 @@ class KVStore(Protocol):
     It never raises for bad luck: what is lost, full, slow or gone is a block that it does not hold.
 
     `name` is for metrics and logs. `is_local` says that `lookup` reads an index in memory, and waits for nothing.
+    `held` notes which prefixes it holds; of a store that others write as well, as far as this process knows.
     """
 
     name: str
     is_local: bool
+    held: HeldPrefixes
 
     @property
     def is_on(self) -> bool:

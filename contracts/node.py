@@ -83,6 +83,17 @@ STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Bounds of the histogram of tokens in an engine step; vLLM has the same."""
 
 
+class TierSpeed(msgspec.Struct, frozen=True, array_like=True):
+    """How fast a tier below a worker's KV cache gave KV lately, in tokens a second and seconds before the first.
+
+    A tier that is off is left out.
+    """
+
+    tier: str
+    tokens_per_s: float
+    latency_s: float
+
+
 class NodeLoad(msgspec.Struct, frozen=True, kw_only=True):
     """The load that a worker states with each heartbeat.
 
@@ -91,7 +102,7 @@ class NodeLoad(msgspec.Struct, frozen=True, kw_only=True):
     `bad_paths` are decode workers that its handoffs did not reach lately. `num_preemptions` and `num_step_tokens` count
     since its start. `num_of_former_role`: requests of a side that its role no longer has, which end here. `steps`
     counts steps by the bounds of STEP_TOKENS, each between the bound before and its own; the last counts those above
-    all bounds.
+    all bounds. `tiers`: those below its KV cache.
     """
 
     num_running: int = 0
@@ -109,6 +120,7 @@ class NodeLoad(msgspec.Struct, frozen=True, kw_only=True):
     num_preemptions: int = 0
     num_step_tokens: int = 0
     steps: tuple[int, ...] = ()
+    tiers: tuple[TierSpeed, ...] = ()
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from contracts.ids import Epoch, GatewayId
+from contracts.ids import Epoch, GatewayId, WorkerId
 from coordinator.request_states import RequestState
 from coordinator.store.store import Claim, MigrationClaim
 from testing.memory_worker import DECODE, PREFILL, Worker
@@ -41,3 +41,8 @@ def count_answer(record: Record, by: int) -> None:
     held = record.credits.get(DECODE)
     if held is not None and PREFILL not in record.credits and held.worker.died_s is None:
         held.worker.num_answers += by
+
+
+def claimed_worker(claim: MigrationClaim) -> tuple[WorkerId, str]:
+    """Return the worker, and its join, that a migration claims."""
+    return claim.worker.worker_id, claim.worker.term

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from itertools import islice
 from math import inf
 
+from contracts.held_prefixes import HeldChange
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.node import Node, NodeInfo, NodeLoad, WorkerRole
 from contracts.request import WorkerRef
@@ -37,7 +38,8 @@ from coordinator.store.store import (
     WorkerView,
     to_counts,
 )
-from testing.memory_record import Credit, Record, count_answer
+from testing.memory_prefixes import MemoryPrefixes
+from testing.memory_record import Credit, Record, claimed_worker, count_answer
 from testing.memory_worker import DECODE, PREFILL, Worker
 
 
@@ -54,7 +56,7 @@ class MemoryStore:
         self._alive_s, self._stale_record_kept_s, self._clock = alive_s, stale_record_kept_s, clock
         self._workers: dict[WorkerId, Worker] = {}
         self._records: dict[RequestId, Record] = {}
-        self._prefixes: dict[bytes, tuple[bytes, float]] = {}
+        self._prefixes = MemoryPrefixes()
         self._num_joins = 0
         self._states: Counter[str] = Counter()
         self._counters: Counter[str] = Counter()
@@ -117,10 +119,15 @@ class MemoryStore:
         rows = [PoolRow(name, worker.counts, worker.load, worker.info) for name, worker in self._workers.items()]
         yield PoolUpdate(now_us=int(self._clock() * 1e6), rows=rows, is_full=True)
 
-    async def prefix_holders(self, hashes: Sequence[bytes]) -> list[bytes]:
-        now = self._clock()
-        found = (self._prefixes.get(digest, (b"", now)) for digest in hashes)
-        return [holders if now < until_s else b"" for holders, until_s in found]
+    async def prefix_holders(self, hashes: Sequence[bytes], blocks: Sequence[bytes] = ()) -> list[bytes]:
+        return self._prefixes.look_up(hashes, blocks, self._clock())
+
+    async def publish_held(self, worker_id: WorkerId, incarnation: Incarnation, changes: Sequence[HeldChange]) -> bool:
+        worker = self._current(worker_id, incarnation)
+        if worker is None or worker.died_s is not None:
+            return False
+        self._prefixes.note(changes, worker.term, self._clock())
+        return True
 
     async def claim(self, claim: Claim, prefixes: Sequence[tuple[bytes, bytes]] = ()) -> Claimed:
         self._forget()
@@ -153,7 +160,7 @@ class MemoryStore:
             return False
         if record.destination is not None:
             former = record.destination[1]
-            is_repeated = former.epoch == claim.epoch and _who(former) == _who(claim)
+            is_repeated = former.epoch == claim.epoch and claimed_worker(former) == claimed_worker(claim)
             if former.epoch > claim.epoch or is_repeated:
                 return is_repeated
         self._drop_destination(record)
@@ -315,8 +322,7 @@ class MemoryStore:
             assert worker is not None
             worker.num_served_blocks += claim.num_blocks
             holders.append(f"{worker.term}:{worker.num_served_blocks}:{claim.prefix_tail}".encode())
-        for digest, others in prefixes:
-            self._prefixes[digest] = b" ".join(holders) + others, until_s
+        self._prefixes.serve(prefixes, holders, until_s)
 
     def _move(self, move: StateTransition) -> str:
         record = self._records.get(move.request_id)
@@ -391,7 +397,3 @@ class MemoryStore:
         for request_id, record in list(islice(self._records.items(), 8)):
             if record.state in ENDS and record.ended_s + ENDED_KEPT_S <= now:
                 del self._records[request_id]
-
-
-def _who(claim: MigrationClaim) -> tuple[WorkerId, str]:
-    return claim.worker.worker_id, claim.worker.term

@@ -5,6 +5,7 @@ import math
 import msgspec
 
 from contracts.events import Event
+from contracts.held_prefixes import HeldChange
 from contracts.ids import Epoch, GatewayId, RequestId
 from contracts.layout import KVLayout
 from contracts.node import NodeLoad, TransferCapabilities
@@ -124,11 +125,12 @@ class CoreStatus(msgspec.Struct, frozen=True):
 
 
 class CoreFrame(msgspec.Struct, frozen=True, tag="frame"):
-    """The output of one turn of the loop."""
+    """The output of one turn of the loop. `held`: what changed of the prefixes that tiers below the KV cache hold."""
 
     events: dict[GatewayId, list[Event]]
     state_reports: list[tuple[RequestId, Epoch, str]]
     status: CoreStatus | None
+    held: list[HeldChange] = []
 
 
 ToFront = Loading | CoreFailed | CoreReady | CoreFrame

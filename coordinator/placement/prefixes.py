@@ -7,22 +7,47 @@ cache), and the depth and hash at which that prompt ended: a conversation that g
 
 import hashlib
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
 
-BLOCK_TOKENS = 64
-"""Tokens in a block of the prefixes that placement remembers."""
-MAX_BLOCKS = 128
+from contracts.hashing import block_key, chain_hashes
+from contracts.held_prefixes import PREFIX_BLOCK_TOKENS as BLOCK_TOKENS
+from contracts.held_prefixes import PREFIX_DEPTHS as DEPTHS
+from contracts.held_prefixes import marked_blocks
+
+MAX_BLOCKS = DEPTHS[-1]
 """At most so many blocks of a prompt count: enough to tell conversations apart, little enough for one round trip."""
 KEPT_S = 600.0
 MAX_HOLDERS = 14
 """Holders that one prefix keeps. A claim puts the two that it takes before them."""
 
-DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128)
-"""Blocks after which a prompt's prefixes are written and looked up. Of what prompts of two conversations have in common
-four fifths are found, two thirds if it is short."""
+
+class KVForm(NamedTuple):
+    """What the key of a block depends on beside the tokens: model and form of the KV, and the tokens of a block."""
+
+    shared_id: bytes
+    block_size: int
+
+    @property
+    def name(self) -> str:
+        """Return what stands for the shared store in TierDepths: no term of a worker."""
+        return self.shared_id.hex()
+
+
+class HeldKey(NamedTuple):
+    """The key of the block that ends the first `depth` blocks of BLOCK_TOKENS of a prompt, in a form of KV."""
+
+    form: KVForm
+    depth: int
+    key: bytes
+
+
+TierDepths = Mapping[str, Mapping[str, int]]
+"""How many blocks of a prompt tiers hold, by the term of their worker, and by the tier's name. What is in the store
+that workers share is there by the name of its form."""
+NO_TIERS: TierDepths = {}
 
 
 class PromptPrefixes:
@@ -59,6 +84,19 @@ class PromptPrefixes:
             self._digests[depth] = hashlib.blake2b(self.digest(before) + behind, digest_size=16).digest()
         return self._digests[depth]
 
+    def held_keys(self, forms: Iterable[KVForm]) -> list[HeldKey]:
+        """Return the keys by which tiers may hold the prompt's prefixes, the deepest first."""
+        found: list[HeldKey] = []
+        for form in forms:
+            marked = [(n, depth) for n, depth in marked_blocks(form.block_size).items() if depth <= self.num_blocks]
+            if marked:
+                try:
+                    digests = chain_hashes(self._token_ids, form.block_size, marked[-1][0], self._digests[0])
+                except OverflowError:  # of 32 bits: the worker refuses such tokens in words
+                    break
+                found += [HeldKey(form, depth, block_key(form.shared_id, digests[n - 1])) for n, depth in marked]
+        return sorted(found, key=lambda held: -held.depth)
+
 
 NO_PREFIXES = PromptPrefixes(())
 
@@ -89,6 +127,21 @@ def holders(prompt: PromptPrefixes, found: Sequence[bytes], limit: int) -> dict[
                 term, blocks, *ended = holder.split(":")
                 end = _end(prompt, ended)
                 deepest.setdefault(term, Holder(end or depth, int(blocks), end > 0))
+        if len(deepest) >= limit:
+            break
+    return deepest
+
+
+def tier_depths(keys: Sequence[HeldKey], found: Sequence[bytes], limit: int) -> TierDepths:
+    """Return which tiers hold the deepest prefixes, of `limit` workers if there are as many.
+
+    `keys`: what was looked up, the deepest first, and `found`: the tiers that hold each.
+    """
+    deepest: dict[str, dict[str, int]] = {}
+    for held, line in zip(keys, found, strict=True):
+        for holder in line.decode().split():
+            term, _, tier = holder.partition(":")
+            deepest.setdefault(held.form.name if term == "*" else term, {}).setdefault(tier, held.depth)
         if len(deepest) >= limit:
             break
     return deepest

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator import request_states as states
-from coordinator.store.store import ENDED_KEPT_S
+from coordinator.store.store import ENDED_KEPT_S, MAX_HELD_BY
 
 FOLDER = Path(__file__).with_name("lua")
 NAMES = (
@@ -17,6 +17,7 @@ NAMES = (
     "counts",
     "pool",
     "prefixes",
+    "held",
     "claim",
     "migrate",
     "migrated",
@@ -50,7 +51,8 @@ class Script:
 def load_scripts() -> dict[str, Script]:
     """Return each script by its name."""
     ended_kept = f"local ENDED_KEPT_MS = {int(ENDED_KEPT_S * 1000)}"
-    head = "\n".join([states.sets_to_lua(), ended_kept, (FOLDER / "common.lua").read_text()])
+    held_by = f"local MAX_HELD_BY = {MAX_HELD_BY}"
+    head = "\n".join([states.sets_to_lua(), ended_kept, held_by, (FOLDER / "common.lua").read_text()])
     heads = dict.fromkeys(NAMES, head) | dict.fromkeys(ALONE, "")
     heads["advance"] = f"{states.moves_to_lua()}\n{head}"
     return {name: _script(f"{heads[name]}\n{(FOLDER / f'{name}.lua').read_text()}") for name in NAMES}

@@ -10,6 +10,7 @@ from redis.exceptions import AuthenticationError, ConnectionError, NoScriptError
 
 from contracts.codec import WIRE_VERSION, decoder, encode
 from contracts.errors import ConfigError, RegistryError
+from contracts.held_prefixes import HeldChange
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.node import Node, NodeInfo, NodeLoad
 from coordinator import refusals
@@ -20,6 +21,8 @@ from coordinator.store.lua_scripts import Script, load_scripts
 from coordinator.store.redis_connections import EXCHANGE_TIMEOUT_S, RedisConnections
 from coordinator.store.store import (
     ALIVE_S,
+    HELD_KEPT_S,
+    SHARED_TIER,
     STALE_RECORD_KEPT_S,
     Claim,
     Claimed,
@@ -139,8 +142,14 @@ class RedisStore:
                 num_behind = num_behind + MAX_ROWS if last_us == page_since else 0
                 page_since = last_us
 
-    async def prefix_holders(self, hashes: Sequence[bytes]) -> list[bytes]:
-        return (await self._run("prefixes", b"".join(hashes))).split(b"\n") if hashes else []
+    async def prefix_holders(self, hashes: Sequence[bytes], blocks: Sequence[bytes] = ()) -> list[bytes]:
+        if not (hashes or blocks):
+            return []
+        return (await self._run("prefixes", b"".join(hashes), b"".join(blocks))).split(b"\n")
+
+    async def publish_held(self, worker_id: WorkerId, incarnation: Incarnation, changes: Sequence[HeldChange]) -> bool:
+        kept_ms, flat = int(HELD_KEPT_S * 1000), [x for c in changes for x in (c.tier, c.key, int(c.is_held))]
+        return bool(await self._run("held", worker_id, incarnation, kept_ms, SHARED_TIER, *flat))
 
     async def claim(self, claim: Claim, prefixes: Sequence[tuple[bytes, bytes]] = ()) -> Claimed:
         others = b"".join(others + b"\n" for _, others in prefixes)

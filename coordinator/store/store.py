@@ -6,6 +6,7 @@ from typing import Protocol
 
 import msgspec
 
+from contracts.held_prefixes import HeldChange
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.node import Node, NodeInfo, NodeLoad
 from contracts.request import WorkerRef
@@ -17,6 +18,13 @@ STALE_RECORD_KEPT_S = 60.0
 """How long a dead worker is listed, for people who look."""
 ENDED_KEPT_S = 60.0
 """How long an ended request is remembered, so that what workers tell of it late is known to be late."""
+
+HELD_KEPT_S = 600.0
+"""How long it is remembered that a tier holds a prefix, unless its worker says so again."""
+MAX_HELD_BY = 28
+"""Tiers that are remembered of one prefix, those that were told last."""
+SHARED_TIER = "store"
+"""The tier that is the same for all workers that have it: what is there is of none of them."""
 
 
 class WorkerCost(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -278,8 +286,19 @@ class Store(Protocol):
         """
         ...
 
-    async def prefix_holders(self, hashes: Sequence[bytes]) -> list[bytes]:
-        """Return the holders of each prefix, as coordinator.placement.prefixes writes them."""
+    async def prefix_holders(self, hashes: Sequence[bytes], blocks: Sequence[bytes] = ()) -> list[bytes]:
+        """Return the holders of each prefix, as coordinator.placement.prefixes writes them.
+
+        Behind these come the tiers that hold each of `blocks`, by their keys: `TERM:TIER` of a worker's own, `*:store`
+        of the one that workers share.
+        """
+        ...
+
+    async def publish_held(self, worker_id: WorkerId, incarnation: Incarnation, changes: Sequence[HeldChange]) -> bool:
+        """Note which prefixes the tiers of a worker hold, for HELD_KEPT_S, or hold no more.
+
+        Returns False, and notes nothing, if the worker is superseded, dead, or lost by Redis.
+        """
         ...
 
     async def claim(self, claim: Claim, prefixes: Sequence[tuple[bytes, bytes]] = ()) -> Claimed:

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
+from contracts.held_prefixes import HeldPrefixes, prefix_lengths
 from contracts.kv_store import BlockKey, BlockWorth
 from kv_transfer.tiers.eviction_policy import EvictionPolicy
 from kv_transfer.tiers.record_files import RecordFile, RecordFiles
@@ -30,6 +31,7 @@ class DiskTier:
     The index is made by a thread at start; until then nothing is found and nothing kept. A disk that is full or read
     only is read from; one that can't be read is off. Both are tried again after RETRY_S, and logged once each time that
     they change. `num_folders`: where the folder is another writer's, those named after it by a number may be taken.
+    `block_size`: tokens of a block, for `held`.
     """
 
     name = "disk"
@@ -42,7 +44,9 @@ class DiskTier:
         capacity_nbytes: int,
         clock: Callable[[], float] = time.monotonic,
         num_folders: int = 1,
+        block_size: int = 0,
     ) -> None:
+        self.held = HeldPrefixes(block_size)
         others = (folder.with_name(f"{folder.name}.{number}") for number in range(2, num_folders + 1))
         self._folders, self._clock = [RecordFiles(path, layout_id) for path in (folder, *others)], clock
         self._files = self._folders[0]
@@ -97,8 +101,11 @@ class DiskTier:
         with self._lock:
             if key in self._places:
                 return True
-            evicted = [self._places.pop(gone, "") for gone in self._policy.add(key, len(record), worth)]
+            gone = self._policy.add(key, len(record), worth)
+            evicted = [self._places.pop(other, "") for other in gone]
             is_kept = key in self._policy
+        for other in gone:
+            self.held.remove(other)
         place = self._files.place(key, worth)
         try:
             self._remove_files([gone for gone in evicted if gone])
@@ -113,11 +120,13 @@ class DiskTier:
             self._on_written()
             with self._lock:
                 self._places[key] = place
+            self.held.add(key, worth.num_blocks)
             self._stats.stored(len(record))
         return is_kept
 
     def evict(self, keys: Iterable[BlockKey]) -> None:
         for key in keys:
+            self.held.remove(key)
             with self._lock:
                 self._policy.remove(key)
                 place = self._places.pop(key, None)
@@ -196,6 +205,7 @@ class DiskTier:
             too_much += [self._places.pop(key) for key in gone]
         self._num_foreign = sum(map(self._files.is_foreign, [*self._places.values(), *too_much]))
         self._remove_files(too_much)
+        self._mark(found)
         if self._num_foreign:
             _log.warning(
                 "KV on disk: %d blocks in %s are of another model, number format or block size; they are not used, "
@@ -212,6 +222,14 @@ class DiskTier:
             len(self._places), self._policy.nbytes / 2**30, self._files.folder, self._clock() - start_s,
         )  # fmt: skip
         self._is_indexed = True
+
+    def _mark(self, found: Sequence[RecordFile]) -> None:
+        """Note which prefixes there are: blocks all of whose predecessors are here."""
+        parents = {
+            r.key: r.worth.parent for r in found if r.key in self._places and not self._files.is_foreign(r.place)
+        }
+        for key, num_blocks in prefix_lengths(parents).items():
+            self.held.add(key, num_blocks)
 
     def _remove_files(self, places: Sequence[str]) -> None:
         for place in places:
@@ -242,6 +260,7 @@ class DiskTier:
         with self._lock:
             self._policy = EvictionPolicy(self._policy.capacity_nbytes)
             self._places.clear()
+            self.held.clear()
         self._is_indexed, self._unreadable = False, ""
         self._indexer = threading.Thread(target=self._open, name="kv-disk-index", daemon=True)
         self._indexer.start()

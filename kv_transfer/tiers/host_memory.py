@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterable, Sequence
 
+from contracts.held_prefixes import HeldPrefixes
 from contracts.kv_store import BlockKey, BlockWorth
 from kv_transfer.tiers.eviction_policy import EvictionPolicy
 from kv_transfer.tiers.tier_stats import TierStats
@@ -12,7 +13,8 @@ class HostMemoryTier:
     """The records in an arena of `capacity_nbytes`.
 
     None is moved, and one that is being read is not overwritten.
-    `allocate` returns the arena: bytearray, or memory that a device copies from faster.
+    `allocate` returns the arena: bytearray, or memory that a device copies from faster. `block_size`: tokens of a
+    block, for `held`.
     """
 
     name = "host"
@@ -20,9 +22,13 @@ class HostMemoryTier:
     is_on = True
 
     def __init__(
-        self, capacity_nbytes: int, slot_nbytes: int, allocate: Callable[[int], memoryview] | None = None
+        self,
+        capacity_nbytes: int,
+        slot_nbytes: int,
+        allocate: Callable[[int], memoryview] | None = None,
+        block_size: int = 0,
     ) -> None:
-        self._slot_nbytes = slot_nbytes
+        self.held, self._slot_nbytes = HeldPrefixes(block_size), slot_nbytes
         num_slots = capacity_nbytes // slot_nbytes
         if num_slots < 1:
             raise ValueError(f"{capacity_nbytes} bytes do not hold one block, of {slot_nbytes} bytes")
@@ -59,6 +65,7 @@ class HostMemoryTier:
             for gone in self._policy.add(key, self._slot_nbytes, worth):
                 self._stats.num_evicted += gone != key
                 if gone in self._slots:
+                    self.held.remove(gone)
                     self._free_slot(self._slots.pop(gone)[0])
             if key not in self._policy or not self._free:  # the slot that became free is still being read
                 self._policy.remove(key)
@@ -67,6 +74,7 @@ class HostMemoryTier:
             start = slot * self._slot_nbytes
             self._arena[start : start + len(record)] = record
             self._slots[key] = slot, len(record)
+            self.held.add(key, worth.num_blocks)
             self._stats.stored(len(record))
             return True
 
@@ -74,6 +82,7 @@ class HostMemoryTier:
         with self._lock:
             for key in keys:
                 if key in self._slots:
+                    self.held.remove(key)
                     self._policy.remove(key)
                     self._free_slot(self._slots.pop(key)[0])
 

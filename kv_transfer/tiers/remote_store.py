@@ -14,6 +14,7 @@ from typing import Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from contracts.errors import ConfigError, OutOfBlocks, Unavailable
+from contracts.held_prefixes import HeldPrefixes
 from contracts.kv_store import BlockKey, BlockWorth
 from kv_transfer.tiers.circuit_breaker import CircuitBreaker
 from kv_transfer.tiers.redis_records import RedisRecords
@@ -56,13 +57,17 @@ class RecordStore(Protocol):
 class RemoteStoreTier:
     """The records in a store that others write as well; it evicts by its own rules.
 
-    A store that fails is left alone for a while, see CircuitBreaker: no request waits for it then.
+    A store that fails is left alone for a while, see CircuitBreaker: no request waits for it then. `block_size`: tokens
+    of a block, for `held`.
     """
 
     name = "store"
     is_local = False
 
-    def __init__(self, store: RecordStore, where: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, store: RecordStore, where: str, clock: Callable[[], float] = time.monotonic, block_size: int = 0
+    ) -> None:
+        self.held = HeldPrefixes(block_size, is_shared=True)
         self._store, self._where = store, where
         self._breaker = CircuitBreaker(clock, self._on_change)
         self._stats = TierStats()
@@ -115,11 +120,15 @@ class RemoteStoreTier:
             return False
         if is_kept:
             self._is_full = False
+            self.held.add(key, worth.num_blocks)
             self._stats.stored(len(record))
         return is_kept
 
     def evict(self, keys: Iterable[BlockKey]) -> None:
-        self._call(lambda: self._store.delete(list(keys)))
+        those = list(keys)
+        for key in those:
+            self.held.remove(key)
+        self._call(lambda: self._store.delete(those))
 
     def stats(self) -> dict[str, float]:
         report = self._stats.report(0, 0) | {"on": float(self.is_on)}
@@ -162,9 +171,9 @@ class RemoteStoreTier:
             _log.warning("KV store %s (kv_store) is off: %s; it is tried again from time to time", self._where, reason)
 
 
-def open_remote_store(url: str) -> RemoteStoreTier:
+def open_remote_store(url: str, block_size: int = 0) -> RemoteStoreTier:
     """Return the tier of a store; no connection is made yet. Raises ConfigError for a URL that names none."""
-    return RemoteStoreTier(open_record_store(url), _without_password(url))
+    return RemoteStoreTier(open_record_store(url), _without_password(url), block_size=block_size)
 
 
 def open_record_store(url: str) -> RecordStore:

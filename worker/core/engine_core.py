@@ -277,4 +277,5 @@ class EngineCore(StepObserver):
         events, reports = self._attempts.take()
         status = self._status.due(self._clock())
         if events or reports or status is not None:
-            self._link.send(CoreFrame(events, [(m.request_id, m.epoch, m.state) for m in reports], status))
+            held = self._tiers.take_changes() if self._tiers is not None and status is not None else []
+            self._link.send(CoreFrame(events, [(m.request_id, m.epoch, m.state) for m in reports], status, held))

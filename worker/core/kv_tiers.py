@@ -13,9 +13,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from contracts.hashing import block_key, inexact_digest
+from contracts.held_prefixes import HeldChange
 from contracts.ids import RequestId
 from contracts.kv_store import BlockKey, KVStore
 from contracts.layout import KVLayout
+from contracts.node import TierSpeed
 from engine.cache.load_plan import (
     GUESSED_TOKENS_PER_S,
     EndedLoad,
@@ -133,6 +135,18 @@ class KVTiers:
             gauges |= {f"kv_{name}_{key}": value for key, value in loader.tier.stats().items() if key in _GAUGES}
             gauges[f"kv_{name}_bytes_per_second"] = loader.rate.nbytes_per_s
         return gauges
+
+    def speeds(self) -> tuple[TierSpeed, ...]:
+        """Return how fast each tier that is on gives KV."""
+        return tuple(loader.speed for loader in self._loaders.values() if loader.can_load)
+
+    def take_changes(self) -> list[HeldChange]:
+        """Return which prefixes tiers hold since the last call, or hold no more."""
+        return [
+            HeldChange(name, key, is_held)
+            for name, loader in self._loaders.items()
+            for key, is_held in loader.tier.held.take_changes()
+        ]
 
     @property
     def is_idle(self) -> bool:

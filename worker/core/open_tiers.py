@@ -46,9 +46,10 @@ def open_tiers(
         name = settings.worker_id.lstrip(".")
         folder, num_folders = settings.kv_disk / (name or settings.role), 1 if name else MAX_NAMELESS
         nbytes, layout_id = int(settings.kv_disk_gib * GIB), engine.layout.shared_id.hex()
-        tiers.append(DiskTier(folder, layout_id, nbytes, num_folders=num_folders))
+        block_size = engine.layout.block_size
+        tiers.append(DiskTier(folder, layout_id, nbytes, num_folders=num_folders, block_size=block_size))
     if settings.kv_store:
-        tiers.append(open_remote_store(settings.kv_store))
+        tiers.append(open_remote_store(settings.kv_store, engine.layout.block_size))
     levels = allowed_levels(settings.kv_codec)
     pool, generations = engine.pool_bytes, engine.pool.generations
     return KVTiers(tiers, engine.layout, pool, generations, tokens_per_s, wake, levels=levels)
@@ -60,4 +61,4 @@ def _host_tier(gib: float, layout: KVLayout) -> HostMemoryTier:
         raise ConfigError(f"kv_host_gib is {gib}; one block takes {slot_nbytes / GIB:.6f} GiB: raise it")
     if nbytes > available:
         raise ConfigError(f"kv_host_gib is {gib}; {available / GIB:.1f} GiB are available: lower it")
-    return HostMemoryTier(nbytes, slot_nbytes)
+    return HostMemoryTier(nbytes, slot_nbytes, block_size=layout.block_size)

@@ -152,6 +152,7 @@ class StatusReporter:
             num_preemptions=stats.num_preemptions,
             num_step_tokens=self._num_step_tokens,
             steps=tuple(self._steps),
+            tiers=() if self.tiers is None else self.tiers.speeds(),
         )
 
     def _transfer_rate(self) -> float:

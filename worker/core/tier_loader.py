@@ -14,6 +14,7 @@ from contracts.errors import Corrupt, LayoutMismatch
 from contracts.kv_loss import EXACT
 from contracts.kv_store import BlockKey, KVStore
 from contracts.layout import KVLayout
+from contracts.node import TierSpeed
 from engine.cache.load_plan import MAX_BATCH, LoadBudget, PrefixLoad, TierOffer, TierRate, plan_load
 from kv_transfer.chunks.block_record import max_record_nbytes, verify
 from kv_transfer.tiers.record_codec import RecordCodec
@@ -122,6 +123,12 @@ class TierLoader:
         current = list(self._current.values())
         return self.tier.is_on and not (len(current) == NUM_THREADS and all(load.is_over for load in current))
 
+    @property
+    def speed(self) -> TierSpeed:
+        """Return how fast it gives KV, by what was measured."""
+        tokens_per_s = self.rate.nbytes_per_s * self._layout.block_size / self._record_nbytes
+        return TierSpeed(self.tier.name, tokens_per_s, self.rate.latency_s)
+
     def offer(self, num_held: int) -> TierOffer:
         """Return what a plan needs to know of a tier that holds so many blocks."""
         return TierOffer(self.tier.name, num_held, self.rate.latency_s, self._record_nbytes / self.rate.nbytes_per_s)
@@ -200,6 +207,9 @@ class TierLoader:
         start_s = time.perf_counter()
         held = load.held_by(self.tier)
         self.rate.add_lookup(time.perf_counter() - start_s)
+        before = load.next_token // load.budget.block_size
+        for index, key in enumerate(load.missing_keys[:num_held], 1):
+            self.tier.held.add(key, before + index)
         budget = load.budget
         plan = plan_load([self.offer(len(held))], load.next_token, budget.block_size, budget.tokens_per_s)
         if held and not plan.parts:

@@ -80,8 +80,10 @@ class TierWriter:
 
     def _run(self) -> None:
         while (queued := self._queue.get()) is not None:
-            if self.tier.is_local or not self.tier.lookup([queued.key]):  # another worker may have sent it
+            if self.tier.is_local or not self.tier.lookup([queued.key]):
                 self._store(queued)
+            else:  # another worker has sent it
+                self.tier.held.add(queued.key, queued.worth.num_blocks)
             with self._lock:
                 self._nbytes -= len(queued.record)
 
@@ -185,7 +187,8 @@ class BlockSaver:
             return
         record = seal_record(facts, buffer)
         parent = None if block.parent is None else self._key_of(block.parent)
-        worth = BlockWorth(compute_s=self._compute_s(block.first_token), parent=parent)
+        num_blocks = block.first_token // self._layout.block_size + 1
+        worth = BlockWorth(compute_s=self._compute_s(block.first_token), parent=parent, num_blocks=num_blocks)
         # The first block of a prompt keeps every bit, and what has lost something loses no more.
         may_lose = self._loss and parent is not None and not block.loss
         lossy_key = self._key_of(inexact_digest(block.digest, self._loss)) if may_lose else None

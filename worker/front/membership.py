@@ -60,6 +60,7 @@ class Membership:
                 info.worker_id,
             )
         self._state.joined = True
+        self._state.num_joins += 1
         looks = [self._look] if self._state.info.role is WorkerRole.PREFILL else []
         self._tasks = [asyncio.create_task(do()) for do in (self._beat, self._tell, *looks)]
 
@@ -112,6 +113,7 @@ class Membership:
             if not known:
                 self._absence.failed("the registry does not know this worker any more; joining again")
                 await self._store.join(info, again=True)
+                self._state.num_joins += 1
                 await self._store.heartbeat(info.worker_id, info.incarnation, load)  # join reports no load
             await self._update_peers()
         except Unavailable as error:

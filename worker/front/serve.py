@@ -22,6 +22,7 @@ from worker.front.core_process import CoreProcess
 from worker.front.core_watchdog import watch_core
 from worker.front.drain import drain
 from worker.front.event_streams import EventStreams
+from worker.front.held_publisher import HeldPublisher
 from worker.front.membership import Membership, transitions_of
 from worker.front.worker_state import WorkerState
 from worker.messages import CoreFrame, CoreReady
@@ -66,13 +67,14 @@ async def _require_redis(store: Store) -> None:
 
 async def _serve(settings: WorkerSettings, state: WorkerState, store: Store, listener: socket.socket) -> int:
     """Join the registry and serve until cancelled (0) or until the core dies (3)."""
-    membership = Membership(store, state)
+    membership, publisher = Membership(store, state), HeldPublisher(store, state)
     ready_file = ReadyFile(settings.ready_file)
     watchdog = asyncio.create_task(watch_core(state))
     try:
         async with serving(make_app(state, membership.change_role), listener):
             # Start now: joining the registry may take longer than a core may be silent.
-            pumping = asyncio.create_task(_pump(state, membership))
+            pumping = asyncio.create_task(_pump(state, membership, publisher))
+            publishing = asyncio.create_task(publisher.run())
             try:
                 await membership.start()
                 freeze_startup_objects()
@@ -80,6 +82,7 @@ async def _serve(settings: WorkerSettings, state: WorkerState, store: Store, lis
                 return await _work(state, membership, pumping, settings.drain_timeout_s)
             finally:
                 pumping.cancel()
+                publishing.cancel()
                 await membership.stop()  # first, so that nothing more is placed here
                 state.streams.close()
     finally:
@@ -108,8 +111,8 @@ async def _work(state: WorkerState, membership: Membership, pumping: asyncio.Tas
         broken.cancel()
 
 
-async def _pump(state: WorkerState, membership: Membership) -> None:
-    """Pass the core's frames to the event streams, until the core ends."""
+async def _pump(state: WorkerState, membership: Membership, publisher: HeldPublisher) -> None:
+    """Pass the core's frames to the event streams and the registry, until the core ends."""
     async for message in state.core.frames():
         if isinstance(message, CoreFrame):
             for gateway_id, events in message.events.items():
@@ -118,6 +121,7 @@ async def _pump(state: WorkerState, membership: Membership) -> None:
                 membership.add_transitions(transitions_of(message.state_reports))
             if message.status is not None:
                 state.on_status(message.status)
+            publisher.add(message.held)
     state.core_alive = False
     state.streams.close()
     log.error("the engine core %s; this worker can't go on", await state.core.describe_end())

@@ -23,7 +23,8 @@ class WorkerState:
 
     `status`: the core's latest report; `status_s` (monotonic): when one showed a new turn, shifted by `goes_on`.
     `due_s`: by when the front itself is to go on. `threads`: the core's, if it was silent at the last look.
-    `is_broken`: the core must be restarted. `started_at_s`: wall-clock time.
+    `num_joins`: how often it entered the registry. `is_broken`: the core must be restarted. `started_at_s`: wall-clock
+    time.
     """
 
     info: NodeInfo
@@ -37,6 +38,7 @@ class WorkerState:
     due_s: float = math.inf
     threads: ThreadTimes | None = None
     joined: bool = False
+    num_joins: int = 0
     draining: bool = False
     core_alive: bool = True
     is_broken: asyncio.Event = field(default_factory=asyncio.Event)

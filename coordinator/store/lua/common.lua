@@ -4,6 +4,7 @@
 --   node:ID           hash: info, role, load, incarnation, term, until (ms), draining, credits
 --   touched           sorted set: worker id -> when its hash last changed (us): what a gateway's view has not read yet
 --   prefix:HASH       who served this prefix last, as coordinator.placement.prefixes has it
+--   held:KEY          whose tiers hold the block that ends a prefix
 --   req:ID            hash: state, epoch, gateway, and who holds its credits
 --   leases            sorted set: request id -> when its lease ends (ms)
 --   states, counters  hashes of counts

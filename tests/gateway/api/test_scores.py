@@ -190,9 +190,9 @@ class Asked(MemoryStore):
         super().__init__()
         self.asked: list[list[bytes]] = []
 
-    async def prefix_holders(self, hashes: Sequence[bytes]) -> list[bytes]:
+    async def prefix_holders(self, hashes: Sequence[bytes], blocks: Sequence[bytes] = ()) -> list[bytes]:
         self.asked.append([*hashes])
-        return await super().prefix_holders(hashes)
+        return await super().prefix_holders(hashes, blocks)
 
 
 async def test_a_salt_keeps_prompts_apart_in_placement():
