@@ -13,7 +13,8 @@ from typing import Protocol
 
 from contracts.ids import WorkerId
 from contracts.node import Node, WorkerRole
-from coordinator.placement.policy import is_busy, is_idle, sound_rate
+from coordinator.placement.candidate import sound_rate
+from coordinator.placement.policy import is_busy, is_idle
 
 SHORT_S = 5.0
 """Free KV that running answers fill within this time is short: a worker's report is up to 1.5 s old, and a move lasts

@@ -28,7 +28,7 @@ from contracts.ids import Incarnation, RequestId, WorkerId
 from contracts.node import WorkerRole
 from contracts.sampling import SamplingParams
 from coordinator.placement import policy
-from coordinator.placement.policy import Candidate
+from coordinator.placement.candidate import Candidate
 from engine.cache.block_pool import BlockPool
 from engine.scheduler import mixed_budget
 from engine.scheduler.scheduler import Scheduler, SchedulerLimits

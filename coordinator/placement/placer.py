@@ -15,9 +15,10 @@ from contracts.node import Node
 from contracts.request import Route, WorkerRef
 from coordinator import refusals
 from coordinator.placement import policy, prefixes
-from coordinator.placement.policy import Candidate, RouteOffer
+from coordinator.placement.candidate import Candidate
+from coordinator.placement.policy import RouteOffer
 from coordinator.placement.pool_view import SHORTLIST, PoolView
-from coordinator.placement.prefixes import NO_PREFIXES, Holder, PromptPrefixes
+from coordinator.placement.prefixes import NO_PREFIXES, Holder, PromptPrefixes, TierDepths
 from coordinator.store.store import Claim, Claimed, ClaimedRoute, ClaimedWorker, MigrationClaim, Store
 
 CHANGES_PERIOD_S, FULL_PERIOD_S = 0.25, 2.0
@@ -77,16 +78,18 @@ class Placer:
         """
         seen, full_side = self._num_begun, "prefill"
         await self._keep_fresh(self._clock())
-        looked_up = request.prefixes.looked_up
-        found = await self._store.prefix_holders(looked_up) if looked_up else []
+        looked_up, keys = request.prefixes.looked_up, request.prefixes.held_keys(self._view.kv_forms)
+        found = await self._store.prefix_holders(looked_up, [held.key for held in keys]) if looked_up else []
+        found, in_tiers = found[: len(looked_up)], found[len(looked_up) :]
         holders = prefixes.holders(request.prefixes, found, 4 * SHORTLIST)
+        tiers = prefixes.tier_depths(keys, in_tiers, 2 * SHORTLIST) if keys else prefixes.NO_TIERS
         for num_refused in range(MAX_CLAIMS + 1):
             if num_refused > 1:  # the counts that came with the first refusal were not all
                 await self._refresh(seen)
-            offers, refusal = self._choose(request, holders)
+            offers, refusal = self._choose(request, holders, tiers)
             if refusal is not None and self._newest <= seen:
                 await self._refresh(seen)  # no refusal by an old view
-                offers, refusal = self._choose(request, holders)
+                offers, refusal = self._choose(request, holders, tiers)
             if refusal is None and num_refused == MAX_CLAIMS:  # others were faster each time
                 offers, refusal = [], refusals.overloaded(full_side, refusals.MIN_RETRY_S)
             refs = self._view.refs(offers)
@@ -190,10 +193,10 @@ class Placer:
         return self._since_us / 1000 + (self._clock() - self._read_s) * 1000
 
     def _choose(
-        self, request: PlaceRequest, holders: Mapping[str, Holder]
+        self, request: PlaceRequest, holders: Mapping[str, Holder], tiers: TierDepths
     ) -> tuple[list[RouteOffer], TandemError | None]:
         salt = crc32(request.request_id.encode())
-        shortlist = self._view.shortlist(request.num_tokens, request.exclude, holders, self._now_ms(), salt)
+        shortlist = self._view.shortlist(request.num_tokens, request.exclude, holders, self._now_ms(), salt, tiers)
         try:
             return policy.choose(
                 shortlist, request.num_tokens, request.need_tokens, fastest_rate=self._view.fastest_rate

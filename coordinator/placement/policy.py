@@ -4,14 +4,15 @@ Costs are in seconds of time to first token, plus what the newcomer costs the an
 in the counts of the two workers, so that a store can add it up anew by fresher ones: `WorkerCost`.
 """
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 from msgspec.structs import replace
 
-from contracts.ids import Incarnation, WorkerId
-from contracts.node import NodeInfo, NodeLoad, WorkerRole
+from contracts.ids import WorkerId
+from contracts.node import NodeLoad, WorkerRole
+from coordinator.placement.candidate import DECODE_RATE, Candidate, with_default_rates
+from coordinator.placement.reuse import with_load
 from coordinator.refusals import no_pair, no_worker, overloaded, too_long
 from coordinator.store.store import WorkerCost, WorkerCounts
 
@@ -30,14 +31,6 @@ Users expect a server to queue, and to refuse only once the queue is several poo
 MAX_PREFILL_WAIT_S = 30.0
 """Prompts queue for no longer than clients are patient; beyond, they are refused with the time to come back. Nobody is
 before a worker has measured how long that is.
-"""
-
-PREFILL_RATE = 2000.0
-DECODE_RATE = 200.0
-TRANSFER_RATE = 50_000.0
-"""Tokens a second of a worker that has not measured its own yet: those of a small model on a CPU. One that has not
-measured prefill counts as the fastest of those that have: else the first to serve a long prompt would be given all that
-follow.
 """
 
 HANDOFF_S = 0.005
@@ -79,42 +72,6 @@ NUM_OFFERED = 8
 """Workers between whom routes, as many at most, are offered, half of them a side: the store knows the cheapest."""
 
 
-class Candidate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A live worker that takes work, as placement sees it.
-
-    Tokens include credits taken since its last heartbeat; rates are 0 while unknown. `term`: of its join.
-    `num_answers`: of `num_decodes`, those whose prompts are computed. `cached_tokens`: of this prompt's prefix, served
-    here before. `send_words`, `receive_words`: as of NodeInfo. `prompt_tokens_per_mixed_step`, `bounds_gaps`,
-    `bad_paths`: as of NodeLoad.
-    """
-
-    worker_id: WorkerId
-    incarnation: Incarnation
-    term: str = ""
-    role: WorkerRole
-    layout_id: str
-    max_model_len: int
-    capacity_tokens: int
-    prompt_tokens_per_mixed_step: int
-    bounds_gaps: bool = False
-    pending_tokens: int = 0
-    reserved_tokens: int = 0
-    num_decodes: int = 0
-    num_answers: int = 0
-    cached_tokens: int = 0
-    send_words: frozenset[str]
-    receive_words: frozenset[str]
-    prefill_rate: float = 0.0
-    decode_rate: float = 0.0
-    transfer_rate: float = 0.0
-    bad_paths: frozenset[Incarnation] = frozenset()
-
-    @property
-    def max_prompt_tokens(self) -> int:
-        """The longest prompt it takes: one token of answer must fit, too."""
-        return min(self.max_model_len, self.capacity_tokens) - 1
-
-
 Pair = tuple[Candidate, Candidate]
 """The worker that computes the prompt, and the one that answers; one may be both."""
 
@@ -152,7 +109,7 @@ def choose(
     if need_tokens == num_tokens + 1:
         candidates = [_as_whole(c) for c in candidates if c.role is not WorkerRole.DECODE]
     fastest_rate = fastest_rate or max((c.prefill_rate for c in candidates), default=0.0)
-    candidates = with_default_rates(candidates, fastest_rate)
+    candidates = [with_load(c, num_tokens) if c.held else c for c in with_default_rates(candidates, fastest_rate)]
     prefills = _fitting([c for c in candidates if c.role is not WorkerRole.DECODE], "prefill", num_tokens)
     decodes = _fitting([c for c in candidates if c.role is not WorkerRole.PREFILL], "decode", num_tokens)
     # Workers that no other can exchange KV with are passed over first: they idle, and would hide that others are full.
@@ -181,21 +138,6 @@ def choose(
     return [offer(p, d, num_tokens, need_tokens) for p, d in _first_workers(pairs, num_offered)]
 
 
-def with_default_rates(candidates: Iterable[Candidate], fastest_rate: float = 0.0) -> list[Candidate]:
-    """Return the candidates with a rate in place of each that is unknown."""
-    return [
-        c
-        if c.prefill_rate and c.decode_rate and c.transfer_rate
-        else replace(
-            c,
-            prefill_rate=prefill_rate(c.prefill_rate, fastest_rate),
-            decode_rate=c.decode_rate or DECODE_RATE,
-            transfer_rate=c.transfer_rate or TRANSFER_RATE,
-        )
-        for c in candidates
-    ]
-
-
 def offer(prefill: Candidate, decode: Candidate, num_tokens: int, need_tokens: int) -> RouteOffer:
     """Return a route and its cost: wait, compute, transfer, and the delay of others.
 
@@ -207,33 +149,11 @@ def offer(prefill: Candidate, decode: Candidate, num_tokens: int, need_tokens: i
     return RouteOffer(
         prefill=prefill,
         decode=decode,
-        uncached_tokens=num_tokens - prefill.cached_tokens,
+        uncached_tokens=prefill.uncached_tokens(num_tokens),
         base_s=base_s,
         prefill_cost=prefill_cost,
         decode_cost=decode_cost,
         cost_s=base_s + _seconds(prefill_cost, prefill, need_tokens) + _seconds(decode_cost, decode, need_tokens),
-    )
-
-
-def to_candidate(
-    info: NodeInfo, load: NodeLoad, send_words: frozenset[str], receive_words: frozenset[str]
-) -> Candidate:
-    """Return a worker as placement sees it, without what is placed on it. The words are those of `info`."""
-    return Candidate(
-        worker_id=info.worker_id,
-        incarnation=info.incarnation,
-        role=info.role,
-        layout_id=info.layout_id,
-        send_words=send_words,
-        receive_words=receive_words,
-        max_model_len=info.max_model_len,
-        capacity_tokens=info.capacity_tokens,
-        prompt_tokens_per_mixed_step=load.prompt_tokens_per_mixed_step,
-        bounds_gaps=load.bounds_gaps,
-        prefill_rate=sound_rate(load.prefill_rate),
-        decode_rate=sound_rate(load.decode_rate),
-        transfer_rate=sound_rate(load.transfer_rate),
-        bad_paths=frozenset(load.bad_paths),
     )
 
 
@@ -257,11 +177,6 @@ def decode_need(num_tokens: int, max_tokens: int) -> int:
     return num_tokens + min(max_tokens, OUTPUT_CREDIT_TOKENS)
 
 
-def sound_rate(rate: float) -> float:
-    """Return a measured rate, or 0.0 for what can't be one."""
-    return rate if math.isfinite(rate) and rate > 0 else 0.0
-
-
 def is_busy(load: NodeLoad) -> bool:
     """Return whether `free_tokens` is a measurement: a worker that has not measured yet says 0."""
     return load.num_running > 0
@@ -273,11 +188,6 @@ def is_idle(load: NodeLoad) -> bool:
     Pages that wait to be handed over are no free tokens.
     """
     return not (load.num_running or load.num_waiting or load.queue_tokens)
-
-
-def prefill_rate(measured: float, fastest_rate: float) -> float:
-    """Return the rate that a worker measured, or else is taken to have, in tokens a second."""
-    return measured or fastest_rate or PREFILL_RATE
 
 
 def prefill_load_s(role: WorkerRole, counts: WorkerCounts, rate: float) -> float:
@@ -332,13 +242,13 @@ def _cheapest(prefills: list[Candidate], decodes: list[Candidate], num_tokens: i
     rows: list[tuple[float, bool, int, Pair]] = []
     answering = [(d, _seconds(_decode_cost(d, True), d, need_tokens)) for d in decodes]
     for p in prefills:
-        compute_s = _compute_s(p, num_tokens)
-        waiting_s = compute_s + ITL_S + _seconds(_prefill_cost(p, num_tokens, True), p, need_tokens)
+        ready_s = _ready_s(p, num_tokens)
+        waiting_s = ready_s + ITL_S + _seconds(_prefill_cost(p, num_tokens, True), p, need_tokens)
         for d, answering_s in answering:
             if p.worker_id == d.worker_id:
                 cost_s = offer(p, d, num_tokens, need_tokens).cost_s
             elif not p.send_words.isdisjoint(d.receive_words):
-                cost_s = waiting_s + answering_s + _handoff_s(p, d, num_tokens, compute_s)
+                cost_s = waiting_s + answering_s + _handoff_s(p, d, num_tokens, ready_s)
             else:
                 continue
             rows.append((cost_s, p.layout_id != d.layout_id, len(rows), (p, d)))
@@ -363,19 +273,24 @@ def _first_workers(pairs: list[Pair], num_workers: int) -> list[Pair]:
 
 
 def _base_s(prefill: Candidate, decode: Candidate, num_tokens: int) -> float:
-    compute_s = _compute_s(prefill, num_tokens)
+    ready_s = _ready_s(prefill, num_tokens)
     if prefill.worker_id == decode.worker_id:
-        return compute_s + ITL_S + (SPILL_WAIT_S if decode.role is WorkerRole.DECODE else 0.0)
-    return compute_s + ITL_S + _handoff_s(prefill, decode, num_tokens, compute_s)
+        return ready_s + ITL_S + (SPILL_WAIT_S if decode.role is WorkerRole.DECODE else 0.0)
+    return ready_s + ITL_S + _handoff_s(prefill, decode, num_tokens, ready_s)
 
 
 def _compute_s(prefill: Candidate, num_tokens: int) -> float:
-    return (num_tokens - prefill.cached_tokens) / prefill.prefill_rate
+    return prefill.uncached_tokens(num_tokens) / prefill.prefill_rate
 
 
-def _handoff_s(prefill: Candidate, decode: Candidate, num_tokens: int, compute_s: float) -> float:
-    """Return what a handoff costs, of which the transfer is hidden while the prompt is computed."""
-    exposed_s = (num_tokens - decode.cached_tokens) / prefill.transfer_rate - compute_s
+def _ready_s(prefill: Candidate, num_tokens: int) -> float:
+    """Return how long a prompt takes once it is its turn: what is loaded, and what is computed behind that."""
+    return prefill.load_s + _compute_s(prefill, num_tokens)
+
+
+def _handoff_s(prefill: Candidate, decode: Candidate, num_tokens: int, ready_s: float) -> float:
+    """Return what a handoff costs, of which the transfer is hidden while the prompt is loaded and computed."""
+    exposed_s = (num_tokens - decode.cached_tokens) / prefill.transfer_rate - ready_s
     detour_s = BAD_PATH_S if decode.incarnation in prefill.bad_paths else 0.0
     return HANDOFF_S + detour_s + (exposed_s if exposed_s > 0.0 else 0.0)
 
@@ -392,7 +307,7 @@ def _decode_cost(decode: Candidate, is_pair: bool) -> WorkerCost:
 
 
 def _prefill_s(prefill: Candidate, num_tokens: int) -> float:
-    return (prefill.pending_tokens + (num_tokens - prefill.cached_tokens)) / prefill.prefill_rate
+    return prefill.pending_tokens / prefill.prefill_rate + _ready_s(prefill, num_tokens)
 
 
 def _decode_s(decode: Candidate, need_tokens: int) -> float:

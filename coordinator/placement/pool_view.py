@@ -4,10 +4,8 @@ Queues of prompts are taken to get shorter at their workers' own pace in between
 the store's own, as its updates bring them.
 """
 
-import math
-from bisect import bisect_left, insort
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from heapq import nsmallest
 from itertools import islice
@@ -15,43 +13,41 @@ from itertools import islice
 from msgspec.structs import replace
 
 from contracts.ids import WorkerId
-from contracts.node import Node, NodeInfo, NodeLoad, WorkerRole
+from contracts.node import Node, WorkerRole
 from contracts.request import WorkerRef
-from coordinator.placement.policy import (
-    Candidate,
-    RouteOffer,
-    decode_load_s,
-    prefill_load_s,
-    prefill_rate,
-    sound_rate,
-    to_candidate,
-)
-from coordinator.placement.prefixes import BLOCK_TOKENS, Holder, is_cached
-from coordinator.store.store import PoolRow, PoolUpdate, WorkerCounts
+from coordinator.placement.candidate import Candidate, HeldPrefix, prefill_rate, sound_rate
+from coordinator.placement.load_order import LoadOrder, WordIndex, lonely
+from coordinator.placement.policy import RouteOffer
+from coordinator.placement.pool_worker import Kind, PoolWorker
+from coordinator.placement.prefixes import BLOCK_TOKENS, NO_TIERS, Holder, KVForm, TierDepths, is_cached
+from coordinator.placement.reuse import PULL_S
+from coordinator.store.store import SHARED_TIER, PoolRow, PoolUpdate, WorkerCounts
 
 SHORTLIST = 16
 """Workers a side that a choice looks at, beside those that hold the prompt's prefix."""
 MIN_OF_KIND = 4
 """Workers of each kind, role and speed, that are looked at, however many kinds there are."""
-RATE_STEPS = 3
-"""Workers are of one speed whose rates are within a 2 ** (1 / RATE_STEPS): in the order of their queues, whatever the
-length of the prompt."""
 NUM_PARTNERS = 4
 """For each set of ways to exchange KV that none of the least loaded shares."""
 
-Kind = tuple[str, WorkerRole, int]
+MAX_FORMS = 2
+"""Forms of KV by whose keys a prompt is looked up in tiers: those that most workers with tiers have."""
+
+_Source = tuple[int, bool, PoolWorker]
+"""Who holds a prefix: how many blocks of it, and whether perhaps the answer behind it."""
 
 
 class PoolView:
     """The workers of a pool that were read last, with this gateway's own claims since."""
 
     def __init__(self) -> None:
-        self._workers: dict[WorkerId, _Worker] = {}
-        self._by_term: dict[str, _Worker] = {}
-        self._orders: defaultdict[Kind, _LoadOrder] = defaultdict(_LoadOrder)
-        self._sources, self._takers = _WordIndex(), _WordIndex()
+        self._workers: dict[WorkerId, PoolWorker] = {}
+        self._by_term: dict[str, PoolWorker] = {}
+        self._orders: defaultdict[Kind, LoadOrder] = defaultdict(LoadOrder)
+        self._sources, self._takers = WordIndex(), WordIndex()
         self._now_ms = self._num_reads = 0
         self.fastest_rate, self._has_fastest_changed = 0.0, False
+        self._forms: Counter[KVForm] = Counter()
 
     @property
     def nodes(self) -> list[Node]:
@@ -62,6 +58,11 @@ class PoolView:
     @property
     def num_workers(self) -> int:
         return len(self._workers)
+
+    @property
+    def kv_forms(self) -> list[KVForm]:
+        """Return the forms of the KV that tiers of workers hold, MAX_FORMS at most; none without tiers."""
+        return [form for form, _ in self._forms.most_common(MAX_FORMS)] if self._forms else []
 
     def refs(self, offers: Iterable[RouteOffer]) -> dict[WorkerId, WorkerRef]:
         """Return where the workers of these are reached."""
@@ -124,11 +125,13 @@ class PoolView:
         holders: Mapping[str, Holder],
         now_ms: float,
         salt: int = 0,
+        tiers: TierDepths = NO_TIERS,
     ) -> list[Candidate]:
         """Return the workers that a choice for a prompt looks at, by id.
 
-        They are the least loaded of each kind, and `holders` of the prompt's prefix, by term. `salt`: of whom among
-        many that wait for work, so that gateways which see the same do not look at the same.
+        They are the least loaded of each kind, and who holds the prompt's prefix: `holders` in their caches, by term,
+        and those of `tiers`. `salt`: of whom among many that wait for work, so that gateways which see the same do not
+        look at the same.
         """
         found: dict[WorkerId, Candidate] = {}
         for side in ("prefill", "decode"):
@@ -139,23 +142,64 @@ class PoolView:
             if self._takes_work(worker) and worker.worker_id not in exclude:
                 cached = min(holder.depth * BLOCK_TOKENS, num_tokens - 1)
                 found[worker.worker_id] = replace(worker.candidate, cached_tokens=cached)
-        return [self._as_of(found[worker_id], now_ms) for worker_id in sorted(found)]
+        for worker in islice(self._with_tiers(tiers, exclude), SHORTLIST):
+            found.setdefault(worker.worker_id, worker.candidate)
+        those = [self._as_of(found[worker_id], now_ms) for worker_id in sorted(found)]
+        if not (holders or tiers):
+            return those
+        sources = self._givers(holders)
+        return [self._with_held(candidate, sources, tiers, num_tokens) for candidate in those]
 
     def source(self, prefill: Candidate, holders: Mapping[str, Holder]) -> WorkerRef | None:
         """Return the worker that seems to hold the most of a prompt beyond what `prefill` holds.
 
         None if none does. Of equal depth it is who may have decoded the answer behind. One that drains still gives.
         """
-        best, most = None, (prefill.cached_tokens // BLOCK_TOKENS, False)
-        for worker, holder in self._holding(holders):
-            has_answer = holder.is_continued and worker.info.role is not WorkerRole.PREFILL
-            if worker.worker_id == prefill.worker_id or worker.info.layout_id != prefill.layout_id:
-                continue
-            if (holder.depth, has_answer) > most and worker.is_alive(self._now_ms):
-                best, most = worker.info.ref, (holder.depth, has_answer)
-        return best
+        found = _source_of(prefill, self._givers(holders))
+        if found is None:
+            return None
+        depth, has_answer, worker = found
+        own_tokens = prefill.cached_tokens + (0 if prefill.is_pulled else prefill.loaded_tokens)
+        return worker.info.ref if (depth, has_answer) > (own_tokens // BLOCK_TOKENS, False) else None
 
-    def _holding(self, holders: Mapping[str, Holder]) -> Iterator[tuple["_Worker", Holder]]:
+    def _givers(self, holders: Mapping[str, Holder]) -> list[_Source]:
+        """Return who holds a prompt's prefix and may give it, those who hold the most first."""
+        found = [
+            (holder.depth, holder.is_continued and worker.info.role is not WorkerRole.PREFILL, worker)
+            for worker, holder in self._holding(holders)
+            if worker.is_alive(self._now_ms)
+        ]
+        return sorted(found, key=lambda source: (-source[0], not source[1]))
+
+    def _with_tiers(self, tiers: TierDepths, exclude: Collection[WorkerId]) -> Iterator[PoolWorker]:
+        """Yield the workers that may take a prompt and have its prefix in tiers of their own."""
+        for term in tiers:
+            worker = self._by_term.get(term)
+            if worker is None or worker.info.role is WorkerRole.DECODE or worker.worker_id in exclude:
+                continue
+            if self._takes_work(worker):
+                yield worker
+
+    def _with_held(
+        self, candidate: Candidate, sources: Sequence[_Source], tiers: TierDepths, num_tokens: int
+    ) -> Candidate:
+        """Return a candidate with what it can load of a prompt: from its tiers, and from another worker on a CPU."""
+        worker = self._workers[candidate.worker_id]
+        own, shared = tiers.get(worker.term, {}), tiers.get(worker.form.name if worker.form else "", {})
+        held = [
+            HeldPrefix(min(depth * BLOCK_TOKENS, num_tokens - 1), speed.tokens_per_s, speed.latency_s)
+            for speed in worker.load.tiers
+            if (depth := (shared if speed.tier == SHARED_TIER else own).get(speed.tier, 0)) and speed.tokens_per_s > 0
+        ]
+        source = _source_of(candidate, sources) if worker.info.ways.memory == "host" else None
+        if source is not None and source[0] * BLOCK_TOKENS > candidate.cached_tokens:
+            num_held = min(source[0] * BLOCK_TOKENS, num_tokens - 1)
+            # A link whose speed nobody has measured may not be there when it is needed.
+            rate = sound_rate(source[2].load.transfer_rate) or candidate.transfer_rate
+            held += [HeldPrefix(num_held, rate, PULL_S, is_peer=True)] if rate else []
+        return replace(candidate, held=tuple(held)) if held else candidate
+
+    def _holding(self, holders: Mapping[str, Holder]) -> Iterator[tuple["PoolWorker", Holder]]:
         """Yield the workers in whose caches the prefixes that they served still are, as far as can be known."""
         for term, holder in holders.items():
             worker = self._by_term.get(term)
@@ -185,14 +229,16 @@ class PoolView:
         if worker is None:
             if row.info is None:
                 return False
-            worker = self._workers[row.worker_id] = _Worker(row.info, row.counts)
+            worker = self._workers[row.worker_id] = PoolWorker(row.info, row.counts)
             self._by_term[row.counts.term] = worker
             self._sources.add(worker.send_words, row.worker_id)
             self._takers.add(worker.receive_words, row.worker_id)
         worker.num_read = self._num_reads
         worker.count(row.counts, self._now_ms)
         if row.load is not None and row.load != worker.load:
+            before = worker.form
             worker.state(row.load)
+            self._count_form(before, worker.form)
         self._order(worker)
         return True
 
@@ -201,9 +247,21 @@ class PoolView:
         if worker is None:
             return
         self._place(worker, {})
+        self._count_form(worker.form, None)
         self._by_term.pop(worker.term, None)
         self._sources.discard(worker.send_words, worker_id)
         self._takers.discard(worker.receive_words, worker_id)
+
+    def _count_form(self, before: KVForm | None, now: KVForm | None) -> None:
+        """Count a worker whose tiers hold, or held, KV of a form."""
+        if before == now:
+            return
+        if now is not None:
+            self._forms[now] += 1
+        if before is not None:
+            self._forms[before] -= 1
+            if not self._forms[before]:
+                del self._forms[before]
 
     def _add(self, worker_id: WorkerId, num_blocks: int, **counts: int) -> None:
         worker = self._workers.get(worker_id)
@@ -213,14 +271,14 @@ class PoolView:
             worker.count(replace(worker.counts, num_served_blocks=served, **more), worker.counted_ms)
             self._order(worker)
 
-    def _takes_work(self, worker: "_Worker") -> bool:
+    def _takes_work(self, worker: "PoolWorker") -> bool:
         return worker.is_alive(self._now_ms) and not worker.counts.is_draining
 
-    def _order(self, worker: "_Worker") -> None:
+    def _order(self, worker: "PoolWorker") -> None:
         """Put a worker where its load belongs, or nowhere while it takes no work."""
         self._place(worker, worker.loads_s(self.fastest_rate) if self._takes_work(worker) else {})
 
-    def _place(self, worker: "_Worker", loads_s: Mapping[Kind, float]) -> None:
+    def _place(self, worker: "PoolWorker", loads_s: Mapping[Kind, float]) -> None:
         """Take a worker out of the orders that it no longer is in, and into those that it now is."""
         for kind, load_s in worker.places.items():
             if loads_s.get(kind) != load_s:
@@ -252,7 +310,7 @@ class PoolView:
         longest = max(there, key=lambda c: c.max_prompt_tokens, default=None)
         return [c for c in (longest,) if c is not None]
 
-    def _those(self, order: "_LoadOrder", first: int, exclude: Collection[WorkerId]) -> Iterator[Candidate]:
+    def _those(self, order: "LoadOrder", first: int, exclude: Collection[WorkerId]) -> Iterator[Candidate]:
         """Yield the workers of an order, behind so many, who have not fallen silent since they were counted."""
         for _, worker_id in islice(order.rows, first, None):
             worker = self._workers[worker_id]
@@ -264,132 +322,26 @@ class PoolView:
         prefills = [c for c in found if c.role is not WorkerRole.DECODE]
         decodes = [c for c in found if c.role is not WorkerRole.PREFILL]
         sent, taken = {p.send_words for p in prefills}, {d.receive_words for d in decodes}
-        for words in _lonely({p.send_words for p in prefills if p.role is not WorkerRole.MIXED}, taken):
+        for words in lonely({p.send_words for p in prefills if p.role is not WorkerRole.MIXED}, taken):
             fit = self._fitting(self._takers.meeting(words), num_tokens, exclude)
             takers = (worker for worker in fit if worker.info.role is not WorkerRole.PREFILL)
-            yield from (w.candidate for w in nsmallest(NUM_PARTNERS, takers, key=_Worker.decode_load_s))
-        for words in _lonely({d.receive_words for d in decodes if d.role is not WorkerRole.MIXED}, sent):
+            yield from (w.candidate for w in nsmallest(NUM_PARTNERS, takers, key=PoolWorker.decode_load_s))
+        for words in lonely({d.receive_words for d in decodes if d.role is not WorkerRole.MIXED}, sent):
             fit = self._fitting(self._sources.meeting(words), num_tokens, exclude)
             givers = (worker for worker in fit if worker.info.role is not WorkerRole.DECODE)
-            key = partial(_Worker.prefill_load_s, fastest_rate=self.fastest_rate)
+            key = partial(PoolWorker.prefill_load_s, fastest_rate=self.fastest_rate)
             yield from (w.candidate for w in nsmallest(NUM_PARTNERS, givers, key=key))
 
     def _fitting(
         self, worker_ids: Iterable[WorkerId], num_tokens: int, exclude: Collection[WorkerId]
-    ) -> Iterator["_Worker"]:
+    ) -> Iterator["PoolWorker"]:
         workers = (self._workers[worker_id] for worker_id in worker_ids if worker_id not in exclude)
         return (w for w in workers if self._takes_work(w) and num_tokens <= w.candidate.max_prompt_tokens)
 
 
-class _Worker:
-    """One join of a worker.
-
-    `candidate`: as placement sees it, made when it is first looked at, since most are counted again before that.
-    `places`: its load in each of the orders that it is in, and `placed_rate` its speed there. `num_read`: the read that
-    brought it last.
-    """
-
-    def __init__(self, info: NodeInfo, counts: WorkerCounts) -> None:
-        self.info, self.worker_id, self.term = info, info.worker_id, counts.term
-        self.send_words, self.receive_words = frozenset(info.send_words), frozenset(info.receive_words)
-        self.places: Mapping[Kind, float] = {}
-        self.placed_rate, self.num_read = 0.0, 0
-        self._node: Node | None = None
-        self.count(counts, 0.0)
-        self.state(NodeLoad())
-
-    def node(self, now_ms: int) -> Node:
-        """Return it as the pool's readers see it, made anew only where that is another than before."""
-        node, is_alive = self._node, self.is_alive(now_ms)
-        if node is None or node.info is not self.info or node.load is not self.load or node.alive != is_alive:
-            node = self._node = Node(info=self.info, load=self.load, alive=is_alive)
-        return node
-
-    def is_alive(self, now_ms: int) -> bool:
-        return self.counts.term != "0" and now_ms < self.counts.alive_until_ms
-
-    def state(self, load: NodeLoad) -> None:
-        self.load, self.prefill_rate = load, sound_rate(load.prefill_rate)
-        speed = round(RATE_STEPS * math.log2(self.prefill_rate)) if self.prefill_rate else 0
-        self._prefill_kind, self._decode_kind = ("prefill", self.info.role, speed), ("decode", self.info.role, 0)
-        self._stated = self._candidate = None
-
-    def count(self, counts: WorkerCounts, counted_ms: float) -> None:
-        self.counts, self.counted_ms = counts, counted_ms
-        self._candidate = None
-
-    @property
-    def candidate(self) -> Candidate:
-        if self._candidate is None:
-            if self._stated is None:
-                self._stated = to_candidate(self.info, self.load, self.send_words, self.receive_words)
-            self._candidate = replace(
-                self._stated,
-                term=self.term,
-                pending_tokens=self.counts.pending_tokens,
-                reserved_tokens=self.counts.reserved_tokens,
-                num_decodes=self.counts.num_decodes,
-                num_answers=self.counts.num_answers,
-            )
-        return self._candidate
-
-    def prefill_load_s(self, fastest_rate: float) -> float:
-        return prefill_load_s(self.info.role, self.counts, prefill_rate(self.prefill_rate, fastest_rate))
-
-    def decode_load_s(self) -> float:
-        return decode_load_s(self.counts, self.info.capacity_tokens, sound_rate(self.load.decode_rate))
-
-    def loads_s(self, fastest_rate: float) -> dict[Kind, float]:
-        """Return its place in the order of each side that it serves.
-
-        A prompt's is the time at which the queue ends, not how long it is: so the order holds while all queues get
-        shorter.
-        """
-        found: dict[Kind, float] = {}
-        if self.info.role is not WorkerRole.DECODE:
-            load_s = self.prefill_load_s(fastest_rate)
-            found[self._prefill_kind] = load_s and self.counted_ms / 1000 + load_s
-        if self.info.role is not WorkerRole.PREFILL:
-            found[self._decode_kind] = self.decode_load_s()
-        return found
-
-
-class _LoadOrder:
-    """Workers in the order of their load, then of their ids."""
-
-    def __init__(self) -> None:
-        self.rows: list[tuple[float, WorkerId]] = []
-
-    def put(self, worker_id: WorkerId, load_s: float) -> None:
-        insort(self.rows, (load_s, worker_id))
-
-    def start(self, now_s: float, most: int, salt: int) -> int:
-        """Return where to look first: among those without a queue by now, if they are more than are looked at."""
-        num_idle = bisect_left(self.rows, (now_s,))
-        return salt % (num_idle - most) if num_idle > most else 0
-
-    def discard(self, worker_id: WorkerId, load_s: float) -> None:
-        del self.rows[bisect_left(self.rows, (load_s, worker_id))]
-
-
-class _WordIndex:
-    """Workers by the ways in which they send, or take, KV. Most have the same."""
-
-    def __init__(self) -> None:
-        self._workers: defaultdict[frozenset[str], set[WorkerId]] = defaultdict(set)
-
-    def add(self, words: frozenset[str], worker_id: WorkerId) -> None:
-        self._workers[words].add(worker_id)
-
-    def discard(self, words: frozenset[str], worker_id: WorkerId) -> None:
-        self._workers[words].discard(worker_id)
-        if not self._workers[words]:
-            del self._workers[words]
-
-    def meeting(self, words: frozenset[str]) -> Iterator[WorkerId]:
-        return (worker_id for those, ids in self._workers.items() if not those.isdisjoint(words) for worker_id in ids)
-
-
-def _lonely(words: set[frozenset[str]], others: set[frozenset[str]]) -> list[frozenset[str]]:
-    """Return those that have no word in common with any of the others."""
-    return [those for those in words if all(those.isdisjoint(other) for other in others)]
+def _source_of(candidate: Candidate, sources: Iterable[_Source]) -> _Source | None:
+    """Return the other worker of the same layout that holds the most."""
+    for source in sources:
+        if source[2].worker_id != candidate.worker_id and source[2].info.layout_id == candidate.layout_id:
+            return source
+    return None

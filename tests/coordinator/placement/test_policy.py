@@ -11,15 +11,8 @@ from contracts.errors import Overloaded, RequestError, TandemError, Unavailable
 from contracts.ids import Incarnation, WorkerId
 from contracts.node import WorkerRole
 from coordinator.placement import policy
-from coordinator.placement.policy import (
-    OUTPUT_CREDIT_TOKENS,
-    OVERCOMMIT,
-    Candidate,
-    RouteOffer,
-    decode_need,
-    offer,
-    with_default_rates,
-)
+from coordinator.placement.candidate import Candidate, with_default_rates
+from coordinator.placement.policy import OUTPUT_CREDIT_TOKENS, OVERCOMMIT, RouteOffer, decode_need, offer
 from coordinator.refusals import MAX_RETRY_S, MIN_RETRY_S
 from tests.coordinator.coordinator_rig import BREAK_EVEN_RATE, BREAK_EVEN_STEP, BREAK_EVENS
 

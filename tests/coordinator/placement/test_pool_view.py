@@ -12,8 +12,8 @@ from contracts.errors import Overloaded, RegistryError, Unavailable
 from contracts.ids import Epoch, Incarnation, RequestId, WorkerId
 from contracts.node import NodeInfo, NodeLoad, WorkerRole
 from coordinator.placement import policy
+from coordinator.placement.candidate import Candidate
 from coordinator.placement.placer import Placer
-from coordinator.placement.policy import Candidate
 from coordinator.placement.pool_view import SHORTLIST, PoolView
 from coordinator.placement.prefixes import BLOCK_TOKENS, Holder, PromptPrefixes
 from coordinator.store.local_server import RedisServer

@@ -8,13 +8,13 @@ from msgspec.structs import replace
 from contracts.errors import Unavailable
 from contracts.ids import Incarnation, WorkerId
 from contracts.node import WorkerRole
+from coordinator.placement.candidate import Candidate
 from coordinator.placement.policy import (
     HANDOFF_S,
     LONG_GAP_S,
     SPILL_GAP_S,
     SPILL_WAIT_S,
     STALL_WEIGHT,
-    Candidate,
     choose,
     decode_need,
     max_pending,
