@@ -84,9 +84,9 @@ STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 class TierSpeed(msgspec.Struct, frozen=True, array_like=True):
-    """How fast a tier below a worker's KV cache gave KV lately, in tokens a second and seconds before the first.
+    """The speed at which a tier below a worker's KV cache gave KV lately.
 
-    A tier that is off is left out.
+    It is in tokens a second, and seconds before the first. A tier that is off is left out.
     """
 
     tier: str

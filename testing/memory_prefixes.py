@@ -10,7 +10,7 @@ Lines = dict[bytes, tuple[bytes, float]]
 
 
 class MemoryPrefixes:
-    """The holders of prefixes, as coordinator.placement.prefixes writes them, and the tiers that hold blocks."""
+    """The holders of prefixes, as coordinator.placement.prefixes writes them, and those of blocks."""
 
     def __init__(self) -> None:
         self._served: Lines = {}

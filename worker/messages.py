@@ -125,7 +125,10 @@ class CoreStatus(msgspec.Struct, frozen=True):
 
 
 class CoreFrame(msgspec.Struct, frozen=True, tag="frame"):
-    """The output of one turn of the loop. `held`: what changed of the prefixes that tiers below the KV cache hold."""
+    """The output of one turn of the loop.
+
+    `held`: what changed of the prefixes that tiers below the KV cache hold.
+    """
 
     events: dict[GatewayId, list[Event]]
     state_reports: list[tuple[RequestId, Epoch, str]]

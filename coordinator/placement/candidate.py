@@ -19,7 +19,7 @@ follow.
 
 
 class HeldPrefix(msgspec.Struct, frozen=True, gc=False):
-    """The first `num_tokens` of a prompt, held by a tier below a KV cache, or (`is_peer`) by another worker's cache.
+    """The first `num_tokens` of a prompt, held by a tier, or (`is_peer`) by another worker's cache.
 
     They come `latency_s` after they are asked for, at `tokens_per_s`.
     """

@@ -284,12 +284,12 @@ def _compute_s(prefill: Candidate, num_tokens: int) -> float:
 
 
 def _ready_s(prefill: Candidate, num_tokens: int) -> float:
-    """Return how long a prompt takes once it is its turn: what is loaded, and what is computed behind that."""
+    """Return how long a prompt takes once it is its turn: to load a part, and to compute the rest."""
     return prefill.load_s + _compute_s(prefill, num_tokens)
 
 
 def _handoff_s(prefill: Candidate, decode: Candidate, num_tokens: int, ready_s: float) -> float:
-    """Return what a handoff costs, of which the transfer is hidden while the prompt is loaded and computed."""
+    """Return what a handoff costs; the transfer is hidden while the prompt is loaded and computed."""
     exposed_s = (num_tokens - decode.cached_tokens) / prefill.transfer_rate - ready_s
     detour_s = BAD_PATH_S if decode.incarnation in prefill.bad_paths else 0.0
     return HANDOFF_S + detour_s + (exposed_s if exposed_s > 0.0 else 0.0)

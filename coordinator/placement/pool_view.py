@@ -34,7 +34,7 @@ MAX_FORMS = 2
 """Forms of KV by whose keys a prompt is looked up in tiers: those that most workers with tiers have."""
 
 _Source = tuple[int, bool, PoolWorker]
-"""Who holds a prefix: how many blocks of it, and whether perhaps the answer behind it."""
+"""The holder of a prefix: how many blocks of it, whether perhaps the answer behind it, and the worker."""
 
 
 class PoolView:
@@ -183,7 +183,7 @@ class PoolView:
     def _with_held(
         self, candidate: Candidate, sources: Sequence[_Source], tiers: TierDepths, num_tokens: int
     ) -> Candidate:
-        """Return a candidate with what it can load of a prompt: from its tiers, and from another worker on a CPU."""
+        """Return a candidate with what it can load of a prompt: from its tiers, and from another worker."""
         worker = self._workers[candidate.worker_id]
         own, shared = tiers.get(worker.term, {}), tiers.get(worker.form.name if worker.form else "", {})
         held = [

@@ -25,7 +25,7 @@ MAX_HOLDERS = 14
 
 
 class KVForm(NamedTuple):
-    """What the key of a block depends on beside the tokens: model and form of the KV, and the tokens of a block."""
+    """The form of a KV: what the key of a block depends on beside the tokens, and how many these are."""
 
     shared_id: bytes
     block_size: int
@@ -37,7 +37,7 @@ class KVForm(NamedTuple):
 
 
 class HeldKey(NamedTuple):
-    """The key of the block that ends the first `depth` blocks of BLOCK_TOKENS of a prompt, in a form of KV."""
+    """The key of the block that ends the first `depth` blocks of a prompt, in a form of KV."""
 
     form: KVForm
     depth: int

@@ -14,10 +14,11 @@ PULL_S = 0.005
 
 
 def with_load(candidate: Candidate, num_tokens: int) -> Candidate:
-    """Return a candidate that loads what saves the most time of computing a prompt of `num_tokens`, if anything does.
+    """Return a candidate that loads what saves the most time of a prompt, if anything does.
 
-    That is a prefix, from its own tiers, each part from the fastest that has it, or all from another worker. What is in
-    its cache is not loaded, and what several hold counts once. Rates must be known.
+    `num_tokens`: of the prompt. What is loaded is a prefix: from its own tiers, each part from the fastest that has it,
+    or all from another worker. What is in its cache is not loaded, and what several hold counts once. Rates must be
+    known.
     """
     tiers = [prefix for prefix in candidate.held if not prefix.is_peer]
     peers = [prefix for prefix in candidate.held if prefix.is_peer]
@@ -33,7 +34,7 @@ def with_load(candidate: Candidate, num_tokens: int) -> Candidate:
 
 
 def _loads(held: Sequence[HeldPrefix], first_token: int) -> list[tuple[int, float]]:
-    """Return where each load may end, in tokens of the prompt, and how long it takes; the fastest is read first."""
+    """Return where each load may end, in tokens of the prompt, and how long it takes."""
     found: list[tuple[int, float]] = []
     done, load_s = first_token, 0.0
     for prefix in sorted(held, key=lambda prefix: -prefix.tokens_per_s):

@@ -52,12 +52,29 @@ function card(worker) {
     worker.role === "decode"
       ? ["decode", rate(load.decode_rate)]
       : ["prefill", rate(load.prefill_rate)],
+    ...tiers(core),
   ];
   return h("article.worker", { "data-worker": worker.worker_id },
     h("h4", {}, worker.worker_id, h(`span.state.${condition(worker)}`, { title: worker.status }, condition(worker))),
     meter(share, `KV in use on ${worker.worker_id}`),
     h("p.kv", {}, `KV ${percent(share)}`, h("span", {}, `${count(used)} of ${count(worker.capacity_tokens)} tok`)),
     h("dl", {}, ...facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)))));
+}
+
+/** What keeps KV below the cache, and other workers' caches: name in the metrics, name of the cell. */
+const TIERS = [["host", "memory tier"], ["disk", "disk tier"], ["store", "store tier"], ["peer", "other workers"]];
+
+/** Return a cell for each tier, how many blocks it gave that a prompt used, and how much it holds; of others only what they gave. */
+function tiers(core) {
+  const cells = [];
+  for (const [name, label] of TIERS) {
+    const hits = core?.counters[`kv_${name}_${name === "peer" ? "hit" : "loaded"}_blocks`];
+    if (hits === undefined || (name === "peer" && !hits)) continue;
+    const held = core.gauges[`kv_${name}_bytes`];
+    const state = core.gauges[`kv_${name}_on`] === 0 ? " · off" : held === undefined ? "" : ` · ${bytes(held)} kept`;
+    cells.push([label, `${count(hits)} ${hits === 1 ? "hit" : "hits"}${state}`]);
+  }
+  return cells;
 }
 
 const gauge = (core, name) => (core ? count(core.gauges[name]) : "?");

@@ -9,9 +9,11 @@ from types import SimpleNamespace
 import aiohttp
 import pytest
 from fastapi import FastAPI, Response
+from msgspec import to_builtins
 
 from bench.system.local_system import System, running
 from checkpoint import open_checkpoint
+from contracts.node import NodeLoad
 from gateway.console.routes import add_console
 from gateway.http.api_keys import ApiKeyMiddleware
 from service.server import serving
@@ -20,6 +22,7 @@ from tests.console.browser import Page, find_chromium
 from tests.console.handoffs import two_handoffs
 from tests.console.looks import IN_FLIGHT, PARIS, TWO_IN_FLIGHT, ask, look_at
 from tests.gateway.gateway_rig import Rig, gateway, pair
+from tests.nodes import node_info
 
 pytestmark = [
     pytest.mark.slow,
@@ -207,6 +210,40 @@ async def _guarded() -> AsyncIterator[str]:
     listener = socket.create_server(("127.0.0.1", 0))
     async with serving(app, listener):
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+async def test_a_worker_has_a_cell_for_each_of_its_tiers(page: Page):
+    """Hits by tier and what it holds; a store knows no size, one that is off says so, and no pull is no cell."""
+    counters = {"kv_host_loaded_blocks": 12, "kv_disk_loaded_blocks": 1, "kv_store_loaded_blocks": 0}
+    counters["kv_peer_hit_blocks"] = 7
+    gauges = {"reserved": 0, "held": 0, "kv_host_bytes": 34_000_000, "kv_disk_bytes": 5, "kv_store_on": 0}
+    async with _alone(counters, gauges) as url:
+        await page.open(f"{url}/")
+        await page.until("document.querySelectorAll('.worker').length === 1")
+        parts = "[...document.querySelectorAll('.worker dl div')].map(e => [...e.children].map(c => c.textContent))"
+        cells = f"Object.fromEntries({parts})"
+        shown = await page.js(cells)
+        assert shown["memory tier"] == "12 hits · 34.0 MB kept" and shown["disk tier"] == "1 hit · 5 B kept"
+        assert shown["store tier"] == "0 hits · off" and shown["other workers"] == "7 hits"
+        assert page.complaints == []
+    async with _alone({"kv_peer_hit_blocks": 0}, gauges) as url:
+        await page.open(f"{url}/")
+        await page.until("document.querySelectorAll('.worker').length === 1")
+        assert not {"memory tier", "other workers"} & {*(await page.js(cells))}
+
+
+@asynccontextmanager
+async def _alone(counters: dict[str, int], gauges: dict[str, int]) -> AsyncIterator[str]:
+    """The console, and a worker that says no more than this of itself."""
+    app, store, listener = FastAPI(), MemoryStore(), socket.create_server(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    await store.join(node_info(url=url))
+    core = {"load": to_builtins(NodeLoad()), "counters": counters, "gauges": gauges, "links": []}
+    app.get("/health")(lambda: {"status": "ok", "incarnation": "1", "core": core})
+    app.get("/v1/models")(lambda: {"data": [{"id": "alone", "max_model_len": 1}]})
+    add_console(app, SimpleNamespace(num_inflight=0, workers=SimpleNamespace(nodes=[])), store)  # type: ignore
+    async with serving(app, listener):
+        yield url
 
 
 async def test_reasoning_is_apart_from_the_answer_and_folds_when_that_comes(page: Page):

@@ -1,4 +1,4 @@
-"""The publication of which prefixes the tiers of this worker hold, in the registry, where gateways look them up."""
+"""The publication, in the registry, of which prefixes the tiers of this worker hold."""
 
 import asyncio
 import logging

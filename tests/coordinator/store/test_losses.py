@@ -101,7 +101,7 @@ def test_no_key_is_left_out() -> None:
     from coordinator.store.lua_scripts import FOLDER
 
     listed = set(re.findall(r"^--   (\w+)", (FOLDER / "common.lua").read_text(), re.M)) | {"counters"}
-    assert listed - {"prefix", "damaged"} == {key.partition(":")[0] for key in KEYS}
+    assert listed - {"prefix", "held", "damaged"} == {key.partition(":")[0] for key in KEYS}
 
 
 @pytest.mark.parametrize("key", KEYS)

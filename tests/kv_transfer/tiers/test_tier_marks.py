@@ -10,7 +10,7 @@ from kv_transfer.tiers.remote_store import open_remote_store
 from tests.kv_transfer.tiers.block_samples import LAYOUT, RECORD_NBYTES, buffers, key_of, record_of
 
 BLOCK = 64
-"""As if a block had so many tokens: the first four of a prompt are all marked."""
+"""The tokens that a block is said to have: the first four blocks of a prompt are all marked."""
 SLOTS = 20
 
 
