@@ -208,7 +208,7 @@ class TierLoader:
         held = load.held_by(self.tier)
         self.rate.add_lookup(time.perf_counter() - start_s)
         before = load.next_token // load.budget.block_size
-        for index, key in enumerate(load.missing_keys[:num_held], 1):
+        for index, key in enumerate(held, 1):
             self.tier.held.add(key, before + index)
         budget = load.budget
         plan = plan_load([self.offer(len(held))], load.next_token, budget.block_size, budget.tokens_per_s)

@@ -27,8 +27,8 @@ from coordinator.store.redis_store import RedisStore
 from coordinator.store.store import MAX_HELD_BY, PoolRow, PoolUpdate, Store
 from testing.memory_store import MemoryStore
 from tests.coordinator.coordinator_rig import ask, credits, node
-from tests.coordinator.test_coordinator_placement import D, P, worker
-from tests.coordinator.test_coordinator_view import row, view_of
+from tests.coordinator.placement.test_policy import D, P, worker
+from tests.coordinator.placement.test_pool_view import row, view_of
 from tests.nodes import ways
 
 N = 4096
