@@ -1,6 +1,8 @@
 """Hermes 2 and 3, Qwen 2.5 and 3: `<tool_call>`, a JSON object, `</tool_call>`; once for each call.
 
 https://qwen.readthedocs.io/en/latest/framework/function_call.html
+
+Here are the markers; call_parser reads what is between them.
 """
 
 import re

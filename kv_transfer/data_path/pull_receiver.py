@@ -1,6 +1,7 @@
 """The decode end of a link whose bytes decode fetches itself.
 
-pull_sender has the prefill end, and how the two work together.
+pull_sender has the prefill end, and how the two work together. The device's copies are
+engine.cuda.kv.peer_pool's.
 """
 
 import math

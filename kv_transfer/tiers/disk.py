@@ -1,4 +1,7 @@
-"""The tier on a disk: a folder with a limit of bytes, which outlives the worker."""
+"""The tier on a disk: a folder with a limit of bytes, which outlives the worker.
+
+record_files writes and reads its files.
+"""
 
 import errno
 import fcntl

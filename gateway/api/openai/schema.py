@@ -1,4 +1,7 @@
-"""The requests of OpenAI's API as JSON, and those that are no conversation or completion yet."""
+"""The requests of OpenAI's API as JSON, and those that are no conversation or completion yet.
+
+The fields of chats and completions are in gateway.prompting.request_fields; json_decoding checks their types.
+"""
 
 import json
 import math
