@@ -12,6 +12,7 @@ from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.request import Cancel, JobMessage, Route, WorkerRef
 from coordinator.migration_policy import DEFAULT_REASONS, MigrationPlanner, MigrationPolicy
 from coordinator.request_states import RequestState
+from gateway.dispatch.attempt_budget import AttemptBudget
 from gateway.dispatch.client_error_messages import for_clients
 from gateway.dispatch.migrations import Migrations
 from gateway.dispatch.registry_client import Placement, PlaceUnknown
@@ -37,9 +38,9 @@ log = logging.getLogger(__name__)
 
 REPLAY_PERIOD_S = 0.25
 RENEW_PERIOD_S = 1.0
-COMMIT_GRACE_S, COMMIT_LOOKS = 5.0, 5
-"""How long decode may take to tell a token once prefill was lost behind its own, and in how many looks that is seen:
-see Link of gateway.dispatch.worker_pool.
+LOOK_S = 1.0
+"""How long decode may take to tell a token once prefill was lost behind its own is seen in so many looks, each behind
+so many seconds: see Link of gateway.dispatch.worker_pool.
 """
 MAX_STALE_EVENTS = 4096
 
@@ -119,7 +120,8 @@ class Dispatcher:
         if self._is_stopping:  # since it was asked for
             self._spawn(self._finish(request_id, route.epoch, RequestState.FAILED))
             raise Unavailable("the gateway shuts down")
-        live = self._live[request_id] = InflightRequest(request_id, answer, on_piece, deadline_s, route, self._lives)
+        tries = AttemptBudget(self._lives)
+        live = self._live[request_id] = InflightRequest(request_id, answer, on_piece, deadline_s, route, tries)
         answer.sequencer.epoch = route.epoch
         self._spawn(self._send(live))
 
@@ -181,8 +183,8 @@ class Dispatcher:
                     self._spawn(self._send(live))
                 case CancelAttempt(workers, cancel):
                     self._send_cancels(workers, cancel)
-                case AwaitDecode(route):
-                    self._await_decode(live, route, COMMIT_LOOKS)
+                case AwaitDecode(route, num_looks):
+                    self._await_decode(live, route, num_looks)
                 case EndMigration(route, is_moved):
                     self.migrations.ended(live, route, is_moved)
                 case ReturnPlace(epoch, end):
@@ -224,7 +226,7 @@ class Dispatcher:
         not, takes those again that a handoff did not reach.
         """
         while True:
-            exclude = [*live.refusers, *self._excluded(live.is_begun)]
+            exclude = [*live.tries.refusers, *self._excluded(live.is_begun)]
             try:
                 return await self._placed(live.request_id, live.epoch, live.answer, exclude)
             except TandemError:  # who takes as many tokens may be the one that is to come again
@@ -290,7 +292,7 @@ class Dispatcher:
         """Looks are counted, not seconds: a gateway that was paused has not read what decode told meanwhile."""
         if num_looks:
             then = live, route, num_looks - 1
-            asyncio.get_running_loop().call_later(COMMIT_GRACE_S / COMMIT_LOOKS, self._await_decode, *then)
+            asyncio.get_running_loop().call_later(LOOK_S, self._await_decode, *then)
         else:
             self._move_undecoded(live, route)
 

@@ -6,8 +6,9 @@ coordinator.placement chooses the workers, in this process; the store only claim
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Protocol
 
 from contracts.errors import RegistryError, Unavailable
@@ -71,7 +72,7 @@ class StorePlacement:
         self._store, self._gateway_id = store, gateway_id
         self._placer = Placer(store)
         self._outage = OutageLog(log)
-        self._untold: dict[RequestId, tuple[Epoch, RequestState]] = {}
+        self._untold: dict[tuple[RequestId, Epoch | None], Callable[[], Awaitable[object]]] = {}
         self._telling: asyncio.Task[None] | None = None
 
     async def nodes(self) -> list[Node]:
@@ -119,15 +120,26 @@ class StorePlacement:
     async def place_migration(
         self, request_id: RequestId, epoch: Epoch, source: WorkerRef, need_tokens: int, exclude: Sequence[WorkerId]
     ) -> Route:
-        """Take a place for an answer that `source` decodes, beside the one that it has."""
-        return await self._placer.place_migration(request_id, epoch, source, need_tokens, exclude)
+        """Take a place for an answer that `source` decodes, beside the one that it has.
+
+        If the store does not answer, it may have given one: that goes back as soon as it does.
+        """
+        try:
+            return await self._placer.place_migration(request_id, epoch, source, need_tokens, exclude)
+        except RegistryError:
+            self._tell_later((request_id, epoch), partial(self._store.end_migration, request_id, epoch, False))
+            raise
 
     async def end_migration(self, request_id: RequestId, epoch: Epoch, is_moved: bool) -> None:
         """Give one of the two places back.
 
-        If the store does not answer, the end of the request gives back both.
+        If the store does not answer now, it is told as soon as it does.
         """
-        await self._store.end_migration(request_id, epoch, is_moved)
+        try:
+            await self._store.end_migration(request_id, epoch, is_moved)
+        except RegistryError as error:
+            log.info("the end of migration %d of %s is told once the store answers: %s", epoch, request_id, error)
+            self._tell_later((request_id, epoch), partial(self._store.end_migration, request_id, epoch, is_moved))
 
     async def finish(self, request_id: RequestId, epoch: Epoch, end: RequestState) -> None:
         """Tell the end of a request that is not placed again.
@@ -138,20 +150,26 @@ class StorePlacement:
             await self._store.finish(request_id, epoch, end)
         except RegistryError as error:
             log.info("the end of %s is told once the store answers: %s", request_id, error)
-            self._untold[request_id] = epoch, end
-            if len(self._untold) > MAX_UNTOLD:
-                del self._untold[next(iter(self._untold))]
-            if self._telling is None or self._telling.done():
-                self._telling = asyncio.create_task(self._tell_ends())
+            self._tell_later((request_id, None), partial(self._store.finish, request_id, epoch, end))
+
+    def _tell_later(self, what: tuple[RequestId, Epoch | None], tell: Callable[[], Awaitable[object]]) -> None:
+        """Keep an end, of a request or of a migration, until the store answers. Each may be told twice."""
+        self._untold[what] = tell
+        if len(self._untold) > MAX_UNTOLD:
+            del self._untold[next(iter(self._untold))]
+        if self._telling is None or self._telling.done():
+            self._telling = asyncio.create_task(self._tell_ends())
 
     async def _tell_ends(self) -> None:
+        """Tell them in order: the end of a migration comes before that of its request."""
         while self._untold:
             await asyncio.sleep(RETRY_S)
             with suppress(RegistryError):
                 while self._untold:
-                    request_id, (epoch, end) = next(iter(self._untold.items()))
-                    await self._store.finish(request_id, epoch, end)
-                    self._untold.pop(request_id, None)
+                    what, tell = next(iter(self._untold.items()))
+                    await tell()
+                    if self._untold.get(what) is tell:  # and not another end that came meanwhile
+                        del self._untold[what]
 
     async def renew(self, request_ids: Sequence[RequestId]) -> None:
         await self._store.renew(request_ids, LEASE_S)

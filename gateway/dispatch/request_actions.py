@@ -51,9 +51,13 @@ class CancelAttempt(msgspec.Struct, frozen=True):
 
 
 class AwaitDecode(msgspec.Struct, frozen=True):
-    """See after a while whether decode goes on alone, then ask `on_undecoded`."""
+    """See after a while whether decode goes on alone, then ask `on_undecoded`.
+
+    `num_looks`: how long, in seconds.
+    """
 
     route: Route
+    num_looks: int
 
 
 class ReturnPlace(msgspec.Struct, frozen=True):

@@ -6,15 +6,16 @@ performs the actions.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from contracts.errors import Corrupt, Overloaded, PeerLost, TandemError, TransferError, Unavailable, by_code
+from contracts.errors import Overloaded, TandemError, Unavailable, by_code
 from contracts.events import Event, Failed, Finished, FinishReason, Moved, Tokens
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.request import Cancel, CancelMigration, Job, Route, WorkerRef
 from coordinator.request_states import RequestState
+from gateway.dispatch.attempt_budget import HANDOFF_FAULTS, AttemptBudget
 from gateway.dispatch.request_actions import (
     Action,
     AwaitDecode,
@@ -30,18 +31,9 @@ from gateway.dispatch.request_actions import (
 )
 from gateway.generation.generation_state import GenerationState, OutputDelta
 
-MAX_ATTEMPTS = 2
-"""Before anything was shown."""
-MAX_REPLAYS = 2
-"""Attempts after an answer was shown in part: a request that kills its workers does not meet all."""
-HANDOFF_FAULTS = frozenset(error.code for error in (TransferError, PeerLost, Corrupt, Unavailable))
-"""Faults of two workers that can't do it together; each may do it with another, or both later."""
-HANDOFF_RETRY_S = 10.0
-"""How long a request whose handoff failed may come back to the same two while both live: a link that was reset, or
-whose network was away, is made anew within a second of its return."""
-
-REPLAY_WAIT_S = 30.0
-"""How long an answer that was shown in part looks for another place: a worker that died may be there again."""
+COMMIT_LOOKS, MIGRATION_LOOKS = 5, 2
+"""In how many looks it is seen whether the receiver of KV goes on whose sender was lost, see AwaitDecode. All of an
+answer that moves is there already, or not."""
 
 OnDelta = Callable[[OutputDelta], None]
 
@@ -50,12 +42,10 @@ OnDelta = Callable[[OutputDelta], None]
 class InflightRequest:
     """An answer in progress: where it runs, and who reads it. `end` once it has ended.
 
-    `lives`: whether a worker is the one that it was, and not its successor. `decoder`: the worker that told a token
-    after the first of this attempt. Once that came, too, no other is needed any more.
-    `is_orphaned`: prefill was lost after its token; decode has it all, or the answer goes on elsewhere.
-    `num_replays`: attempts that were lost, or left, behind which it goes on. `give_up_s`: until when it looks for the
-    next place; later once it got ahead there. `unreached`: workers that handoffs of it did not reach, though they may
-    live; `retry_until_s`: until when they may be asked again.
+    `tries`: those that it may still have. `decoder`: the worker that told a token after the first of this attempt.
+    Once that came, too, no other is needed any more.
+    `is_orphaned`: who sends its KV was lost, prefill after its token or the source of a migration; the receiver has it
+    all, or the answer goes on elsewhere.
     `migration`: from where to where it moves now, under the epoch of the route; until that is decided, what its source
     tells counts. `left`: from where it has moved. `newest_epoch`: the latest that a migration had.
     `is_migration_placed`: a place for one is being asked for. `migrate_after_s`: when the next one may be tried.
@@ -66,13 +56,7 @@ class InflightRequest:
     on_delta: OnDelta
     deadline_s: float
     route: Route
-    lives: Callable[[WorkerRef], bool]
-    num_attempts: int = 1
-    num_replays: int = 0
-    give_up_s: float = 0.0
-    refusers: list[WorkerId] = field(default_factory=list)
-    unreached: list[WorkerRef] = field(default_factory=list)
-    retry_until_s: float = 0.0
+    tries: AttemptBudget
     is_moving: bool = False
     decoder: WorkerId | None = None
     is_orphaned: bool = False
@@ -111,7 +95,7 @@ class InflightRequest:
         if is_current and (faults := self._faults(worker_id, event)):
             if self.is_moving:
                 return []
-            self._note_handoff_fault(faults, now)
+            self.tries.note_handoff_fault(faults, self.workers, now, self.deadline_s)
             return self._leave(faults)
         if (
             is_current
@@ -119,7 +103,7 @@ class InflightRequest:
             and isinstance(event, Tokens)
             and any(token.index > sequencer.first_index for token in event.tokens)
         ):
-            self.decoder = worker_id
+            self.decoder, self.is_orphaned = worker_id, False
         actions = self._delivered(self.answer.feed(event))
         if is_current and isinstance(event, Finished) and worker_id != self.route.decode.worker_id:
             # Prefill tells it, too, if their link lives so long.
@@ -131,18 +115,25 @@ class InflightRequest:
         """Go on without a worker that this answer needs (see `needs`), or leave its place."""
         is_destination = self.migration is not None and self.migration.decode.worker_id == worker_id
         actions = self.give_up_migration("its destination was lost") if is_destination else []
-        if not self._ends_with(worker_id):
+        if self.is_moving or not self._ends_with(worker_id):
             return actions
+        if self.migration is not None and self.migration.prefill.worker_id == worker_id:
+            # The destination may have it all. It tells a token then, and else that it has failed.
+            self.is_orphaned = True
+            return [*actions, AwaitDecode(self.migration, MIGRATION_LOOKS)]
         if self._may_go_on_without(worker_id):
             self.is_orphaned = True
-            return [*actions, AwaitDecode(self.route)]
+            return [*actions, AwaitDecode(self.route, COMMIT_LOOKS)]
         return [*actions, *self._leave({worker_id: _lost()})]
 
     def on_undecoded(self, route: Route) -> list[Action]:
         """Leave `route`, whose prefill was lost behind its token, unless decode goes on by now.
 
-        A prefill worker that is heard again and decodes by itself may have told tokens that nobody heard.
+        A prefill worker that is heard again and decodes by itself may have told tokens that nobody heard. So may the
+        source of a migration.
         """
+        if self.migration is route:
+            return self.give_up_migration("its source was lost")
         is_here = self.end is None and self.route is route and not self.is_moving
         if not is_here or self.decoder == route.decode.worker_id:
             return []
@@ -166,11 +157,11 @@ class InflightRequest:
         if (reason := self.answer.known_end) is not None:
             return self._finish_unheard(reason)
         error = next(iter(place.faults.values()))
-        is_replay = self._count_replay(place.is_lost, now)
-        if not self._may_move(now) and not self._may_retry(now):
+        is_replay = self.tries.count_replay(self.is_begun, self.answer.sequencer.has_first, place.is_lost, now)
+        if not self.tries.may_move(self.is_begun, now) and not self.tries.may_retry(self.is_begun, now):
             return self.fail(error)
-        self.num_attempts += 1
-        self.refusers += place.faults
+        self.tries.num_attempts += 1
+        self.tries.refusers += place.faults
         given_up = self.give_up_migration("placed again")
         left = CancelAttempt(self.workers, Cancel(self.request_id, self.route.epoch, "placed again"))
         waits = self.is_begun and not self.answer.sequencer.has_first
@@ -190,14 +181,15 @@ class InflightRequest:
 
     def may_look_on(self, now: float) -> bool:
         """Return whether it may ask for a place once more that it did not get."""
-        return self._may_move(now) if self.is_begun else self._may_retry(now)
+        may = self.tries.may_move if self.is_begun else self.tries.may_retry
+        return may(self.is_begun, now)
 
     def look_on(self) -> None:
         """Ask anew, those too that refused.
 
         Each try is an attempt: a place that was given, and the answer lost, is not the next one's.
         """
-        self.refusers.clear()
+        self.tries.refusers.clear()
         self.answer.sequencer.epoch = Epoch(self.epoch + 1)
 
     def fail(self, error: TandemError) -> list[Action]:
@@ -251,9 +243,17 @@ class InflightRequest:
         return migration_cancels(route, "given up before it began")
 
     def give_up_migration(self, reason: str) -> list[Action]:
-        """Go on at the source, unless the answer does not move; should it have left there, the source says so."""
+        """Go on at the source, unless the answer does not move; should it have left there, the source says so.
+
+        If the source was lost, the answer is left.
+        """
         route, self.migration = self.migration, None
-        return [] if route is None else [*migration_cancels(route, reason), EndMigration(route, is_moved=False)]
+        if route is None:
+            return []
+        actions = [*migration_cancels(route, reason), EndMigration(route, is_moved=False)]
+        if self.is_moving or not self.is_orphaned:
+            return actions
+        return [*actions, *self._leave({route.prefill.worker_id: _lost()})]
 
     def migration_job(self, gateway_id: GatewayId, now: float) -> Job:
         """Return the job of the current migration, for both of its workers."""
@@ -306,7 +306,7 @@ class InflightRequest:
         self.answer.migrate(route.epoch)
         here = route.decode
         self.route, self.migration, self.left = Route(self.request_id, route.epoch, here, here), None, route.prefill
-        self.decoder = here.worker_id
+        self.decoder, self.is_orphaned = here.worker_id, False
         self.answer.servers = {"prefill": here.worker_id, "decode": here.worker_id}
         return [EndMigration(route, is_moved=True)]
 
@@ -314,7 +314,8 @@ class InflightRequest:
         """Return whether this attempt needs that worker still."""
         is_here = any(ref.worker_id == worker_id for ref in self.workers)
         is_done = self.decoder not in (None, worker_id) and self.answer.sequencer.has_first
-        is_given_up = self.is_orphaned and worker_id != self.route.decode.worker_id
+        is_receiver = self.migration is None and worker_id == self.route.decode.worker_id
+        is_given_up = self.is_orphaned and not is_receiver
         return is_here and not is_done and not is_given_up
 
     def _leave(self, faults: Mapping[WorkerId, TandemError]) -> list[Action]:
@@ -340,38 +341,6 @@ class InflightRequest:
             return [Finish(reason, RequestState.FINISHED), Deliver(delta)]
         return [Deliver(delta)]
 
-    def _may_move(self, now: float) -> bool:
-        if self.is_begun:
-            return self.num_replays <= MAX_REPLAYS and now < self.give_up_s
-        return self.num_attempts < MAX_ATTEMPTS
-
-    def _may_retry(self, now: float) -> bool:
-        """Return whether nothing was shown yet and only links failed, whose workers live.
-
-        A request that kills who takes its pages does not come back to their successors.
-        """
-        is_early = not self.is_begun and now < self.retry_until_s
-        return is_early and all(map(self.lives, self.unreached))
-
-    def _note_handoff_fault(self, faults: Mapping[WorkerId, TandemError], now: float) -> None:
-        """Remember whom the handoff did not reach; the first one begins the time for trying again."""
-        codes = {error.code for error in faults.values()}
-        if codes and codes <= HANDOFF_FAULTS:
-            self.unreached += [ref for ref in self.workers if ref.worker_id in faults]
-            self.retry_until_s = self.retry_until_s or min(self.deadline_s, now + HANDOFF_RETRY_S)
-
-    def _count_replay(self, is_lost: bool, now: float) -> bool:
-        """Return whether leaving this attempt is a replay.
-
-        A refusal, of which nothing came, is part of the search.
-        """
-        is_ahead = self.answer.sequencer.has_first or not self.give_up_s
-        is_replay = self.is_begun and (is_ahead or is_lost)
-        self.num_replays += is_replay
-        if is_replay and is_ahead:
-            self.give_up_s = now + REPLAY_WAIT_S
-        return is_replay
-
     def _faults(self, teller: WorkerId, event: Event) -> dict[WorkerId, TandemError]:
         """Return without which workers it is to go on elsewhere, and why; none if it stays, or ends."""
         match event:
@@ -380,6 +349,8 @@ class InflightRequest:
             case Failed() if event.code in HANDOFF_FAULTS:
                 # The teller knows of a dead peer before the registry does. One that has none ends the answer.
                 others = [ref.worker_id for ref in self.workers if ref.worker_id != teller]
+                if self.left is not None:  # the destination took the answer, and can't go on with it
+                    others = [teller]
                 return dict.fromkeys(others, by_code(event.code, event.message))
         return {}
 

@@ -16,8 +16,8 @@ from coordinator.request_states import RequestState
 from gateway.admission.limits import ConcurrencyLimit
 from gateway.api.error_body import error_of
 from gateway.api.response_formatter import ResponseFormatter
+from gateway.dispatch.attempt_budget import REPLAY_WAIT_S
 from gateway.dispatch.dispatcher import Dispatcher
-from gateway.dispatch.request_state_machine import REPLAY_WAIT_S
 from gateway.generation.generation_state import GenerationState, OutputDelta
 from gateway.generation.usage import Usage
 from gateway.observability.metrics import Metrics

@@ -33,8 +33,6 @@ class GrantedPages:
         self._arrived: set[int] = set()
         self.nbytes = 0
         self._filled = [[False] * len(pages) for pages in grant.pages]
-        self._num_tokens = [0] * len(grant.pages)
-        self._ends = [grant.skip_tokens] * len(grant.pages)
 
     def check(self, header: ChunkHeader) -> str | None:
         """Return why this chunk must not be written, or None."""
@@ -61,21 +59,14 @@ class GrantedPages:
         self._arrived.add(header.index)
         self.nbytes += header.nbytes
         self._filled[header.group][blocks] = [True] * (blocks.stop - blocks.start)
-        self._num_tokens[header.group] += header.num_tokens
-        self._ends[header.group] = max(self._ends[header.group], header.first_token + header.num_tokens)
 
     def is_whole(self, fin: Fin) -> bool:
         """Return whether as many chunks have arrived as Fin says, and hold every token that was granted.
 
-        Of an offer that is a bound: every token up to the one where Fin says that they end.
+        Never of an offer that is a bound: its sender goes on with the answer until the owner has taken it over, and
+        has said so by its own Commit.
         """
-        if len(self._arrived) != fin.num_chunks:
-            return False
-        if not self.offer.is_bound or fin.num_tokens is None:
-            return all(map(all, self._filled))
-        # Chunks overlap nowhere, so as many tokens as there are up to the last are all of them.
-        is_last = all(end == fin.num_tokens for end in self._ends)
-        return is_last and all(num == fin.num_tokens - self.grant.skip_tokens for num in self._num_tokens)
+        return not self.offer.is_bound and len(self._arrived) == fin.num_chunks and all(map(all, self._filled))
 
     def _check_tokens(self, header: ChunkHeader) -> str | None:
         first, end, block_size = header.first_token, header.first_token + header.num_tokens, self._layout.block_size

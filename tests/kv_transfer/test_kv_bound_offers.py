@@ -2,8 +2,6 @@
 
 from collections.abc import Callable
 
-import pytest
-
 from contracts.events import Token
 from contracts.handoff import ChunkHeader, Commit, Fin, Grant, Offer
 from contracts.ids import BlockId, Epoch, RequestId
@@ -30,41 +28,12 @@ def header(index: int, first: int, num_tokens: int) -> ChunkHeader:
     return ChunkHeader(*KEY, index, first, num_tokens, LAYOUT.layout_id, nbytes, 0)
 
 
-def commit_of(chunks: list[tuple[int, int]], num_tokens: int, is_fin_first: bool) -> Commit | None:
-    """What a table says in the end of chunks (first token, number) that it has checked."""
-    grants, fin = table(), Fin(*KEY, len(chunks), Token(9, 7), 0, num_tokens, [Token(8, 7)])
-    commits = [grants.finished(fin)] if is_fin_first else []
-    for index, (first, num) in enumerate(chunks):
-        granted = grants.find(KEY)
-        assert granted is not None and granted.check(header(index, first, num)) is None
-        commits.append(grants.chunk_received(header(index, first, num)))
-    if not is_fin_first:
-        commits.append(grants.finished(fin))
-    *before, last = commits
-    assert before == [None] * len(before)
-    return last
-
-
-@pytest.mark.parametrize("is_fin_first", [False, True])
-@pytest.mark.parametrize("end", [3 * SIZE + 1, 4 * SIZE, BOUND - 1, BOUND])
-def test_an_offer_is_whole_at_the_token_where_fin_says_that_it_ends(end: int, is_fin_first: bool):
-    chunks = [(SKIP, SIZE), (3 * SIZE, end - 3 * SIZE)]
-    commit = commit_of(chunks, end, is_fin_first)
-    assert commit is not None and commit.num_chunks == 2
-    assert commit.nbytes == (LAYOUT.num_blocks(end) - 2) * LAYOUT.block_nbytes
-
-
-@pytest.mark.parametrize(
-    ("chunks", "num_tokens"),
-    [
-        ([(SKIP, SIZE), (3 * SIZE, SIZE)], 4 * SIZE + 1),
-        ([(SKIP, SIZE), (3 * SIZE, SIZE)], 4 * SIZE - 1),
-        ([(SKIP, SIZE), (4 * SIZE, SIZE)], 5 * SIZE),
-        ([(SKIP, SIZE - 1), (3 * SIZE, SIZE)], 4 * SIZE),
-    ],
-)
-def test_an_offer_that_ends_elsewhere_or_has_a_gap_is_not_whole(chunks: list[tuple[int, int]], num_tokens: int):
-    assert commit_of(chunks, num_tokens, is_fin_first=False) is None
+def test_the_table_commits_no_bound_offer_whose_owner_may_not_have_taken_it_over():
+    grants = table()
+    for index, (first, num) in enumerate([(SKIP, SIZE), (3 * SIZE, 5 * SIZE)]):
+        assert grants.chunk_received(header(index, first, num)) is None
+    assert grants.finished(Fin(*KEY, 2, Token(9, 7), 0, BOUND, [Token(8, 7)])) is None
+    assert not grants.is_committed(KEY)
 
 
 def test_only_a_bound_offer_may_end_inside_a_block_before_its_last_token():
@@ -96,6 +65,7 @@ def test_the_kv_of_a_running_answer_arrives_and_the_rest_of_its_pages_stays_as_i
     prefill.node.finish(decode.name, fin)
     assert [decode.wait(ChunkLanded).header.num_tokens for _ in range(3)] == [2 * SIZE, SIZE, SIZE - 1]
     assert decode.message(Fin, "r") == fin
+    decode.node.commit(prefill.name, Commit(*KEY, 3, 0))
     assert prefill.message(Commit, "r").num_chunks == 3
     assert pages_equal(prefill, [1, 2, 3, 4], decode, [20, 21, 22, 23])
     assert (decode.pool[:, 24:26] == before[:, 24:26]).all()

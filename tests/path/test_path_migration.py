@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from contracts.errors import OutOfBlocks
+from contracts.errors import Corrupt, OutOfBlocks
 from contracts.events import Event, Failed, Finished, Moved, Token, Tokens
 from contracts.ids import Epoch, RequestId
 from contracts.node import WorkerRole
 from contracts.request import Cancel, CancelMigration, Job, JobMessage, Route
 from contracts.sampling import SamplingParams
 from engine.loader import load_engine
-from kv_transfer.data_path.grant import GrantTable
 from tests.e2e.tiny import VOCAB, save_tiny
 from tests.engine.driving import drain, greedy, random_prompts, request, settings
 from tests.path.cores import GATEWAY, Worker
@@ -208,9 +207,8 @@ def test_a_destination_that_dies_before_the_commit_leaves_the_answer_at_its_sour
     pair.until(pair.is_clean)
 
 
-def test_after_fin_the_gateway_decides(pair: Movers, expected: dict[str, list[Token]], monkeypatch: pytest.MonkeyPatch):
-    """The destination has all and its Commit is lost: the source goes on once it is told to, and not by itself."""
-    monkeypatch.setattr(GrantTable, "_commit", lambda *_: None)
+def test_after_fin_the_gateway_decides(pair: Movers, expected: dict[str, list[Token]]):
+    """The destination has all and dies: the source goes on once it is told to, and not by itself."""
     a, b = pair.workers
     job = pair.begin("drawn", a)
     pair.until(lambda: pair.has("drawn", 20))
@@ -228,6 +226,59 @@ def test_after_fin_the_gateway_decides(pair: Movers, expected: dict[str, list[To
     pair.post(CancelMigration(job.request_id, Epoch(2), "given up"), a)
     pair.until(lambda: pair.is_over("drawn"))
     assert is_same(pair.tokens("drawn"), expected["drawn"])
+    pair.until(pair.is_clean)
+
+
+def test_a_destination_that_can_not_take_over_what_came_leaves_the_answer_at_its_source(
+    pair: Movers, expected: dict[str, list[Token]], monkeypatch: pytest.MonkeyPatch
+):
+    """Nothing says before that the answer has moved: the gateway tells the source to keep it."""
+
+    def adopt(*_: object) -> None:
+        raise Corrupt("tokens that do not follow")
+
+    a, b = pair.workers
+    monkeypatch.setattr(b.engine, "adopt", adopt)
+    job = pair.begin("drawn", a)
+    pair.until(lambda: pair.has("drawn", 20))
+    pair.move(job, a, b)
+    pair.until(lambda: [worker for worker, event in pair.events if isinstance(event, Failed) and worker is b])
+    for _ in range(20):
+        pair.turn()
+    assert not pair.of(Moved, "drawn")
+    pair.post(CancelMigration(job.request_id, Epoch(2), "the destination failed"), a)
+    pair.until(lambda: pair.is_over("drawn"))
+    assert is_same(pair.tokens("drawn"), expected["drawn"])
+    assert [end.epoch for end in pair.of(Finished, "drawn")] == [1]
+    pair.until(pair.is_clean)
+
+
+def test_a_destination_goes_on_alone_with_what_it_has_taken_over(pair: Movers, expected: dict[str, list[Token]]):
+    """Its source is lost before Moved is told: the tokens that the destination repeats are all that is needed."""
+    a, b = pair.workers
+    job = pair.begin("drawn", a)
+    pair.until(lambda: pair.has("drawn", 20))
+    pair.move(job, a, b)
+    pair.until(lambda: pair.of(Tokens, "drawn", 2))
+    pair.workers = [b]
+    a.node.close()
+    pair.until(lambda: pair.is_over("drawn"))
+    assert is_same(pair.tokens("drawn"), expected["drawn"])
+    pair.until(pair.is_clean)
+
+
+def test_a_destination_whose_source_is_lost_before_all_has_come_says_so(pair: Movers, monkeypatch: pytest.MonkeyPatch):
+    a, b = pair.workers
+    monkeypatch.setattr(a.node, "finish", lambda *_: None)  # Fin is lost with it
+    job = pair.begin("drawn", a)
+    pair.until(lambda: pair.has("drawn", 20))
+    pair.move(job, a, b)
+    (source,) = (role for role in a.roles if isinstance(role, migration_source.MigrationSource))
+    pair.until(lambda: source._migrations and all(m.handoff.is_sent for m in source._migrations.values()))
+    pair.workers = [b]
+    a.node.close()
+    pair.until(lambda: pair.of(Failed, "drawn", 2))
+    assert not pair.of(Tokens, "drawn", 2)
     pair.until(pair.is_clean)
 
 

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from contracts.events import Moved
-from contracts.handoff import Fin, Offer
+from contracts.handoff import Offer
 from contracts.ids import WorkerId
 from engine.engine import Engine
-from kv_transfer.data_path.grant import GrantTable
 from kv_transfer.events import MessageReceived, TransferEvent
 from kv_transfer.node import TransferNode
 from mixed_svc import core as mixed_core
@@ -34,8 +33,8 @@ ARM, REACHED, GO = "arm", "reached", "go"
 RESERVE, COPY, COMMIT, ADOPT, MOVED = POINTS = (
     "before reserve", "during copy", "before Commit", "after Commit", "after Moved"
 )  # fmt: skip
-"""The destination is asked for pages; the source has sent a chunk; the destination has all and has not said so; it has
-said so and does not decode yet; the source has told the gateway."""
+"""The destination is asked for pages; the source has sent a chunk; the destination has all and has not taken it over;
+it has, has said so to the source, and has told no token yet; the source has told the gateway."""
 HALT_TIMEOUT_S, POLL_S = 20.0, 0.002
 
 _names: list[str] = []
@@ -85,7 +84,8 @@ def after(owner: type, name: str, point: Callable[..., str | None]) -> None:
 def halt_at_points() -> None:
     """Let this process halt at each of POINTS."""
     before(IncomingHandoffs, "on_transfer", lambda _, event, now: _point_of(event))
-    before(GrantTable, "finished", lambda _, fin: COMMIT if fin.num_tokens is not None else None)
+    before(IncomingHandoffs, "_commit", lambda _, handoff: COMMIT if handoff.is_migration else None)
+    after(IncomingHandoffs, "_commit", lambda _, handoff: ADOPT if handoff.is_migration else None)
     after(OutgoingHandoff, "on_chunk", lambda handoff, *_: COPY if handoff.attempt.job.is_migration else None)
     after(FrontLink, "send", lambda _, message: MOVED if _has_moved(message) else None)
 
@@ -102,8 +102,6 @@ def _point_of(event: TransferEvent) -> str | None:
     match event:
         case MessageReceived(message=Offer(is_bound=True)):
             return RESERVE
-        case MessageReceived(message=Fin(num_tokens=int())):  # the link sends Commit before it is read here
-            return ADOPT
         case _:
             return None
 

@@ -37,9 +37,9 @@ async def test_no_error_shows_what_is_inside(checkpoint, monkeypatch, caplog, co
     """Before and after the first token, whole and streamed, and whoever of the two workers failed."""
     caplog.set_level("INFO", "gateway.dispatch.dispatcher")
     monkeypatch.setattr("gateway.dispatch.dispatcher.REPLAY_PERIOD_S", 0.0)
-    monkeypatch.setattr("gateway.dispatch.request_state_machine.REPLAY_WAIT_S", 0.0)
-    monkeypatch.setattr("gateway.dispatch.request_state_machine.MAX_REPLAYS", 0)
-    monkeypatch.setattr("gateway.dispatch.request_state_machine.HANDOFF_RETRY_S", 0.0)
+    monkeypatch.setattr("gateway.dispatch.attempt_budget.REPLAY_WAIT_S", 0.0)
+    monkeypatch.setattr("gateway.dispatch.attempt_budget.MAX_REPLAYS", 0)
+    monkeypatch.setattr("gateway.dispatch.attempt_budget.HANDOFF_RETRY_S", 0.0)
     workers = pair()
     failing = workers[1] if is_shown else workers[0]
 

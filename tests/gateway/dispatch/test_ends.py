@@ -86,7 +86,7 @@ async def stop_the_gateway(client: httpx.AsyncClient, rig) -> None:
     ids=lambda value: getattr(value, "__name__", ""),
 )
 async def test_the_store_counts_the_true_end(checkpoint, store, act, settings, end, monkeypatch):
-    monkeypatch.setattr("gateway.dispatch.request_state_machine.REPLAY_WAIT_S", 0.3)
+    monkeypatch.setattr("gateway.dispatch.attempt_budget.REPLAY_WAIT_S", 0.3)
     before = await store.counts()
     async with coordinated(checkpoint, pair(period_s=0.02), store, **settings) as rig:
         async with rig.client() as client:

@@ -19,7 +19,7 @@ from contracts.layout import KVLayout
 from contracts.node import Node, NodeLoad, WorkerRole
 from contracts.request import Cancel, Job, WorkerRef
 from coordinator.store.store import Claim, Claimed, PoolUpdate
-from gateway.dispatch import request_state_machine
+from gateway.dispatch import attempt_budget
 from gateway.tokenization.detokenizer import Detokenizer
 from testing.fake_worker import FakeWorker
 from testing.memory_store import MemoryStore
@@ -50,7 +50,7 @@ async def _hang_up(client: httpx.AsyncClient) -> None:
 
 
 async def test_an_answer_whose_decode_worker_stays_away_ends_with_an_error_event(checkpoint, monkeypatch):
-    monkeypatch.setattr("gateway.dispatch.request_state_machine.REPLAY_WAIT_S", 0.3)
+    monkeypatch.setattr("gateway.dispatch.attempt_budget.REPLAY_WAIT_S", 0.3)
     async with gateway(checkpoint, pair(period_s=0.02)) as rig, rig.client() as client:
         async with client.stream("POST", "/v1/completions", json=ASK | {"stream": True}) as reply:
             lines = reply.aiter_lines()
@@ -75,8 +75,8 @@ async def test_an_answer_outlives_the_prefill_worker_that_began_it(checkpoint):
 
 
 async def test_after_token_0_decode_is_given_time_to_tell_what_it_has(checkpoint, monkeypatch):
-    monkeypatch.setattr("gateway.dispatch.dispatcher.COMMIT_GRACE_S", 1.5)
-    monkeypatch.setattr("gateway.dispatch.request_state_machine.REPLAY_WAIT_S", 0.3)
+    monkeypatch.setattr("gateway.dispatch.dispatcher.LOOK_S", 0.3)
+    monkeypatch.setattr("gateway.dispatch.attempt_budget.REPLAY_WAIT_S", 0.3)
     async with gateway(checkpoint, pair(period_s=3600.0)) as rig, rig.client() as client:
         async with client.stream("POST", "/v1/completions", json=ASK | {"stream": True}) as reply:
             lines = reply.aiter_lines()
@@ -101,7 +101,7 @@ async def test_an_answer_of_which_decode_told_in_that_time_stays_there(checkpoin
         await rig.until(lambda: _decoders(rig) == [decode.worker_id])
         [live] = rig.front.dispatch._live.values()
         rig.front.dispatch._move_undecoded(live, live.route)  # its time is over
-        assert live.is_orphaned and not live.is_moving and live.num_replays == 0
+        assert not live.is_orphaned and not live.is_moving and live.tries.num_replays == 0
         asking.cancel()
 
 
@@ -130,15 +130,15 @@ async def test_a_gateway_that_was_paused_in_that_time_hears_first_what_decode_to
         while due:
             due.pop()()
         [live] = rig.front.dispatch._live.values()
-        assert live.is_orphaned and not live.is_moving and live.num_replays == 0
+        assert not live.is_orphaned and not live.is_moving and live.tries.num_replays == 0
         asking.cancel()
 
 
 @pytest.mark.parametrize("is_heard_again", [False, True])
 async def test_what_prefill_decodes_itself_is_lost_with_it(checkpoint, monkeypatch, is_heard_again):
     """Decode had no pages. The tokens that prefill told while nobody heard it are drawn once more."""
-    monkeypatch.setattr("gateway.dispatch.request_state_machine.REPLAY_WAIT_S", 0.3)
-    monkeypatch.setattr("gateway.dispatch.dispatcher.COMMIT_GRACE_S", 0.5 if is_heard_again else 3600.0)
+    monkeypatch.setattr("gateway.dispatch.attempt_budget.REPLAY_WAIT_S", 0.3)
+    monkeypatch.setattr("gateway.dispatch.dispatcher.LOOK_S", 0.1 if is_heard_again else 720.0)
     prefill, _ = workers = pair(period_s=3600.0)
     async with gateway(checkpoint, workers) as rig, rig.client() as client:
         async with client.stream("POST", "/v1/completions", json=ASK | {"stream": True}) as reply:
@@ -302,7 +302,7 @@ async def test_before_the_first_token_a_request_outlives_a_worker(checkpoint, mo
 @pytest.mark.parametrize("teller", ["p0", "d0"])
 async def test_a_handoff_that_fails_before_the_first_token_is_made_with_another(checkpoint, monkeypatch, teller):
     """Each of the two tells of the other, one twice: it counts once."""
-    monkeypatch.setattr(request_state_machine, "HANDOFF_RETRY_S", 0.0)
+    monkeypatch.setattr(attempt_budget, "HANDOFF_RETRY_S", 0.0)
     workers = pair() + [FakeWorker(WorkerId(name), role, SECRET) for name, role in SPARE.items()]
     for worker in workers:
         monkeypatch.setattr(worker, "_answer", lambda job: asyncio.sleep(3600))
@@ -344,7 +344,7 @@ async def test_the_only_peer_is_tried_again_while_it_lives(checkpoint, monkeypat
 
 
 async def test_kv_that_arrives_broken_whenever_it_is_tried_is_no_fault_of_the_gateway(checkpoint, monkeypatch):
-    monkeypatch.setattr(request_state_machine, "HANDOFF_RETRY_S", 0.5)
+    monkeypatch.setattr(attempt_budget, "HANDOFF_RETRY_S", 0.5)
     workers = pair()
     monkeypatch.setattr(workers[0], "_answer", lambda job: asyncio.sleep(3600))
     async with gateway(checkpoint, workers) as rig, rig.client() as client:
@@ -494,7 +494,7 @@ async def test_a_job_that_comes_after_its_request_went_elsewhere_is_cancelled(ch
 
 @pytest.mark.parametrize(("code", "words"), [("peer_lost", "was lost; send"), ("internal", "the gateway's log")])
 async def test_a_pair_without_another_fails_with_its_own_code(checkpoint, monkeypatch, caplog, code, words):
-    monkeypatch.setattr(request_state_machine, "HANDOFF_RETRY_S", 0.0)
+    monkeypatch.setattr(attempt_budget, "HANDOFF_RETRY_S", 0.0)
     workers = pair()
     monkeypatch.setattr(workers[0], "_answer", lambda job: asyncio.sleep(3600))
     async with gateway(checkpoint, workers) as rig, rig.client() as client:

@@ -19,9 +19,9 @@ from contracts.ids import GatewayId, Incarnation, RequestId, WorkerId
 from contracts.node import WorkerRole
 from contracts.request import Job
 from coordinator.store.store import Claim, Claimed
+from gateway.dispatch.attempt_budget import MAX_REPLAYS
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.registry_client import StorePlacement
-from gateway.dispatch.request_state_machine import MAX_REPLAYS
 from gateway.generation.generation_state import GenerationState, OutputDelta
 from gateway.prompting.chat_template import Prompting
 from testing.memory_store import MemoryStore

@@ -6,16 +6,19 @@ from collections.abc import AsyncIterator
 import pytest
 
 from checkpoint import Checkpoint
-from contracts.errors import Unavailable
-from contracts.ids import Epoch, GatewayId, RequestId
+from contracts.errors import RegistryError, Unavailable
+from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
+from contracts.node import WorkerRole
+from contracts.request import Route, WorkerRef
 from coordinator.request_states import RequestState
 from coordinator.store.local_server import RedisServer
 from coordinator.store.redis_store import RedisStore
+from coordinator.store.store import StateTransition
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.registry_client import StorePlacement
 from gateway.generation.generation_state import GenerationState
 from gateway.prompting.chat_template import Prompting
-from tests.coordinator.coordinator_rig import ask, assert_idle, credits, fresh_pool, pair, place
+from tests.coordinator.coordinator_rig import ask, assert_idle, credits, fresh_pool, join, node, pair, place
 from tests.coordinator.muting import muting
 from tests.gateway import gateway_wires
 from tests.waiting import async_until
@@ -101,3 +104,62 @@ async def test_a_claim_that_comes_after_the_end(one: Rig) -> None:
         with pytest.raises(Unavailable, match="has ended"):
             await place(one.there, late)
     await assert_idle(one.there)
+
+
+async def moving(one: Rig, epoch: int) -> Route:
+    """Take a place at d1 for the answer that d0 decodes, as soon as the gateway knows d1."""
+    source = WorkerRef(WorkerId("d0"), Incarnation("a"), "", "")
+    while True:
+        try:
+            return await one.placement.place_migration(R, Epoch(epoch), source, 15, ())
+        except RegistryError:
+            raise
+        except Unavailable:
+            await asyncio.sleep(0.05)
+
+
+async def decoded(one: Rig) -> None:
+    """Place a request, and let d0 decode it; d1 comes later."""
+    route = await one.placement.place(R, Epoch(1), [1] * 10, 5, ())
+    assert route.decode.worker_id == "d0"
+    states = RequestState.QUEUED, RequestState.RESERVING, RequestState.TRANSFERRING, RequestState.COMMITTED
+    assert all(await one.there.advance([StateTransition(R, Epoch(1), state) for state in states]))
+    await join(one.there, node("d1", WorkerRole.DECODE))
+
+
+async def has_decodes(one: Rig, **expected: int) -> bool:
+    return {name: row[3] for name, row in (await credits(one.there)).items() if name in expected} == expected
+
+
+async def test_a_place_of_a_migration_of_which_nobody_heard_goes_back_while_the_answer_runs(one: Rig) -> None:
+    await decoded(one)
+    await moving(one, 2)
+    await one.placement.end_migration(R, Epoch(2), is_moved=False)
+    one.mute()
+    with pytest.raises(RegistryError, match="does not answer"):
+        await moving(one, 3)
+    assert await has_decodes(one, d0=1, d1=1)
+    one.sent.clear()
+    await async_until(lambda: has_decodes(one, d0=1, d1=0))
+    await one.placement.finish(R, Epoch(1), RequestState.FINISHED)
+    await async_until(one.is_idle)
+
+
+async def test_that_an_answer_has_moved_is_told_once_the_registry_answers(
+    one: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await decoded(one)
+    route = await moving(one, 2)
+
+    async def unreachable(*_: object) -> bool:
+        raise RegistryError("the registry does not answer", "does not answer")
+
+    with monkeypatch.context() as away:
+        away.setattr(one.store, "_run", unreachable)
+        await one.placement.end_migration(R, route.epoch, is_moved=True)
+        await asyncio.sleep(0.3)
+    assert await has_decodes(one, d0=1, d1=1)
+    await one.placement.end_migration(R, Epoch(1), is_moved=True)  # another one changes nothing
+    await async_until(lambda: has_decodes(one, d0=0, d1=1))
+    await one.placement.finish(R, route.epoch, RequestState.FINISHED)
+    await async_until(one.is_idle)

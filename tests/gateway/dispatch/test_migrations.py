@@ -14,6 +14,7 @@ from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.request import Route, WorkerRef
 from coordinator.migration_policy import MigrationOrder, MigrationReason
 from gateway.dispatch import migrations
+from gateway.dispatch.attempt_budget import AttemptBudget
 from gateway.dispatch.migrations import LOOK_PERIOD_S, MAX_AT_ONCE, Migrations
 from gateway.dispatch.registry_client import Placement
 from gateway.dispatch.request_state_machine import InflightRequest
@@ -82,7 +83,7 @@ def answer(prompting: Prompting, name: str, worker: WorkerRef, num_tokens: int) 
     state = GenerationState(ask(64), prompting, ())
     request_id = RequestId(name)
     route = Route(request_id, Epoch(1), worker, worker)
-    live = InflightRequest(request_id, state, lambda delta: None, 600.0, route, lambda ref: True)
+    live = InflightRequest(request_id, state, lambda delta: None, 600.0, route, AttemptBudget(lambda ref: True))
     state.sequencer.epoch = Epoch(1)
     for index in range(num_tokens):
         live.on_event(worker.worker_id, Tokens(request_id, Epoch(1), [Token(index, 100 + index)]), 0.0)

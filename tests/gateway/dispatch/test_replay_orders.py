@@ -13,9 +13,10 @@ from contracts.events import Event, Failed, Prefilled, Token, Tokens
 from contracts.ids import GatewayId, Incarnation, RequestId, WorkerId
 from contracts.node import WorkerRole
 from contracts.request import Cancel, Job
+from gateway.dispatch.attempt_budget import MAX_ATTEMPTS, MAX_REPLAYS
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.registry_client import StorePlacement
-from gateway.dispatch.request_state_machine import MAX_ATTEMPTS, MAX_REPLAYS, InflightRequest
+from gateway.dispatch.request_state_machine import InflightRequest
 from gateway.generation.generation_state import GenerationState, OutputDelta
 from gateway.prompting.chat_template import Prompting
 from testing.memory_store import MemoryStore
@@ -166,7 +167,7 @@ async def _check(table: Table, acts: list) -> None:
         assert table.dispatch.num_replays == min(table.num_lost, MAX_REPLAYS)
         if is_over:
             break
-        assert table.live.num_replays == table.num_lost
+        assert table.live.tries.num_replays == table.num_lost
     table.dispatch.cancel(RequestId("r"), "over")
     table.decide(None)
     await table.settle()
@@ -200,7 +201,7 @@ def test_an_attempt_that_is_lost_before_it_got_ahead_gives_the_next_no_more_time
             table.lost()
             await table.settle()
             table.taken()
-            until.append(table.live.give_up_s)
+            until.append(table.live.tries.give_up_s)
         table.dispatch.cancel(RequestId("r"), "over")
         await table.settle()
         return until
@@ -236,7 +237,7 @@ async def _lose_pair(table: Table, order: tuple[str, str], has_decoded: bool) ->
             lost = route.prefill if which == "prefill" else route.decode
             table.dispatch._on_lost(lost.worker_id, Incarnation("1"), "test")
         await table.settle()
-    assert (table.dispatch.num_replays, table.live.num_replays) == (1, 1)
+    assert (table.dispatch.num_replays, table.live.tries.num_replays) == (1, 1)
     jobs = {ref.worker_id: job for ref, job, _ in table.wires.sends if isinstance(job, Job)}
     assert jobs.keys() == {"p0", "p1", "d0", "d1"} - set(table.wires.silent)
     assert {(job.epoch, job.num_answered) for job in jobs.values()} == {(2, 1 + has_decoded)}

@@ -10,8 +10,10 @@ from contracts.errors import Overloaded, TandemError, Unavailable
 from contracts.events import Event, Failed, Finished, FinishReason, Moved, Prefilled, Token, Tokens
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.request import Cancel, CancelMigration, Route, WorkerRef
+from gateway.dispatch.attempt_budget import HANDOFF_FAULTS, MAX_ATTEMPTS, MAX_REPLAYS, AttemptBudget
 from gateway.dispatch.request_actions import (
     Action,
+    AwaitDecode,
     CancelAttempt,
     Deliver,
     EndMigration,
@@ -21,7 +23,7 @@ from gateway.dispatch.request_actions import (
     ReturnPlace,
     SendJobs,
 )
-from gateway.dispatch.request_state_machine import MAX_ATTEMPTS, MAX_REPLAYS, InflightRequest
+from gateway.dispatch.request_state_machine import InflightRequest
 from gateway.generation.generation_state import GenerationState, OutputDelta
 from gateway.prompting.chat_template import Prompting
 from tests.gateway.gateway_wires import ask
@@ -59,7 +61,7 @@ class Run:
 
     def __post_init__(self) -> None:
         answer = GenerationState(ask(NUM_TOKENS), self.prompting, ())
-        self.live = InflightRequest(R, answer, self.deltas.append, 600.0, route(1, 0), lambda ref: True)
+        self.live = InflightRequest(R, answer, self.deltas.append, 600.0, route(1, 0), AttemptBudget(lambda ref: True))
         answer.sequencer.epoch = Epoch(1)
 
     def perform(self, actions: list[Action]) -> None:
@@ -153,6 +155,17 @@ class Run:
         if self.live.needs(route.decode.worker_id, Incarnation("1")):
             self.perform(self.live.on_lost(route.decode.worker_id))
 
+    def source_lost(self, at: int, who: int) -> None:
+        if (route := self.migration) is None or self.live.end is not None:
+            return
+        if self.live.needs(route.prefill.worker_id, Incarnation("1")):
+            self.perform(self.live.on_lost(route.prefill.worker_id))
+
+    def untold(self, at: int, who: int) -> None:
+        """The time is over in which a destination may tell that it has the answer."""
+        if self.migration is not None:
+            self.perform(self.live.on_undecoded(self.migration))
+
     def later(self, at: int, who: int) -> None:
         self.now += 20.0 * at
 
@@ -183,7 +196,7 @@ KINDS = ["token"] * 6 + [
     "unplaced",
     "later",
 ]
-MOVES = ["migrate", "migrated", "moved", "unmoved", "destination_lost"]  # fmt: skip
+MOVES = ["migrate", "migrated", "moved", "unmoved", "destination_lost", "source_lost", "untold"]  # fmt: skip
 happenings = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 3), st.integers(0, 1)), max_size=40)
 
 
@@ -263,6 +276,54 @@ def test_what_left_before_its_source_was_told_to_keep_it_is_replayed(prompting):
     assert run.is_searching and run.live.epoch == 3, "not the epoch of the move"
 
 
+def lost_source(prompting: Prompting) -> Run:
+    """An answer that moves and whose source is lost: its destination may have taken it over."""
+    run = begun(prompting)
+    run.source_lost(0, 0)
+    assert isinstance(run.actions[-1], AwaitDecode) and run.live.migration is not None and not run.leaving
+    assert not run.live.needs(WORKERS[1].worker_id, Incarnation("1"))
+    return run
+
+
+def test_an_answer_whose_source_is_lost_goes_on_at_the_destination_that_has_it(prompting):
+    run = lost_source(prompting)
+    run.migrated(1, 0)
+    assert (run.live.epoch, run.live.workers, run.live.answer.token_ids) == (2, [DESTINATIONS[0]], [100, 101, 102])
+    run.untold(0, 0)
+    assert not run.leaving and not run.is_searching and not run.live.is_orphaned
+    assert run.live.source(run.now) == DESTINATIONS[0], "it may move again"
+
+
+@pytest.mark.parametrize("then", ["untold", "unmoved", "destination_lost"])
+def test_an_answer_whose_source_is_lost_is_replayed_once_the_destination_does_not_have_it(prompting, then: str):
+    run = lost_source(prompting)
+    getattr(run, then)(0, 1)
+    assert run.live.migration is None and len(run.leaving) == 1
+    run.left(0, 0)
+    assert run.is_searching and run.live.epoch == 3, "not the epoch of the move"
+    assert [end.is_moved for end in run.actions if isinstance(end, EndMigration)] == [False]
+
+
+@pytest.mark.parametrize("code", sorted(HANDOFF_FAULTS))
+def test_an_answer_that_its_destination_can_not_go_on_with_is_replayed(prompting, code: str):
+    run = begun(prompting)
+    run.moved(0, 0)
+    run.perform(run.live.on_event(DESTINATIONS[0].worker_id, Failed(R, Epoch(2), code, "told to"), run.now))
+    assert run.live.end is None and len(run.leaving) == 1
+    run.left(0, 0)
+    assert run.is_searching and run.live.tries.refusers == [DESTINATIONS[0].worker_id]
+
+
+def test_an_answer_that_went_on_without_its_prefill_may_move(prompting):
+    run = Run(prompting)
+    run.prefilled(0, 0)
+    run.token(1, 0)
+    run.lost(0, 0)
+    assert run.live.is_orphaned and run.live.source(run.now) is None
+    run.token(1, 1)
+    assert not run.live.is_orphaned and run.live.source(run.now) == WORKERS[1]
+
+
 def test_a_source_in_doubt_is_told_again(prompting):
     run = begun(prompting)
     run.unmoved(0, 0)
@@ -297,9 +358,9 @@ def check(run: Run) -> None:
     left = [action for action in run.actions if isinstance(action, CancelAttempt)]
     assert len(left) >= len(searches), "what is left is cancelled"
     assert sum(search.is_replay for search in searches) <= MAX_REPLAYS
-    assert live.num_attempts == len(searches) + 1
+    assert live.tries.num_attempts == len(searches) + 1
     if not live.is_begun:
-        assert live.num_attempts <= MAX_ATTEMPTS or live.unreached
+        assert live.tries.num_attempts <= MAX_ATTEMPTS or live.tries.unreached
 
 
 def test_a_job_goes_on_behind_what_was_shown_within_what_time_is_left(prompting):

@@ -17,7 +17,7 @@ from contracts.events import EventFrame, Failed, Token, Tokens
 from contracts.ids import GatewayId, Incarnation, WorkerId
 from contracts.node import WorkerRole
 from contracts.request import Cancel, Job
-from gateway.dispatch import request_state_machine, worker_link
+from gateway.dispatch import attempt_budget, worker_link
 from testing.fake_worker import FakeWorker
 from testing.memory_store import MemoryStore
 from tests.gateway.gateway_rig import SECRET, coordinated
@@ -154,7 +154,7 @@ def _streamed(data: bytes, n: int, expected: str) -> str:
 @pytest.mark.parametrize("seed", range(3))
 async def test_a_storm_leaves_true_answers_and_nothing_else(checkpoint, tokenizer, monkeypatch, seed):
     monkeypatch.setattr(worker_link, "CONNECT_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(request_state_machine, "REPLAY_WAIT_S", 0.5)
+    monkeypatch.setattr(attempt_budget, "REPLAY_WAIT_S", 0.5)
     random, store = Random(seed), MemoryStore(alive_s=math.inf)
     ids, num_tokens = tokenizer.encode(PROMPT).ids, 20
     expected = tokenizer.decode(list(itertools.islice(itertools.cycle(ids), num_tokens)))

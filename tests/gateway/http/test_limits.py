@@ -306,7 +306,7 @@ async def test_a_client_that_leaves_in_the_middle_of_its_body_is_no_error_of_our
 async def test_a_silent_stream_is_a_loss(rig, client, monkeypatch):
     """Its worker answers whoever asks, and says nothing more: each try lasts as long as the silence may."""
     monkeypatch.setattr("gateway.dispatch.worker_link.HEARTBEAT_TIMEOUT_S", 0.3)
-    monkeypatch.setattr("gateway.dispatch.request_state_machine.REPLAY_WAIT_S", 0.2)
+    monkeypatch.setattr("gateway.dispatch.attempt_budget.REPLAY_WAIT_S", 0.2)
     rig.workers[1].period_s = 60.0
     monkeypatch.setattr("testing.fake_worker.HEARTBEAT_S", 60.0)
     reply = await client.post("/v1/completions", json=ASK | {"max_tokens": 50})
