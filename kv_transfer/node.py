@@ -105,7 +105,7 @@ class TransferNode:
 
     @property
     def checks_chunks(self) -> bool:
-        """Return whether chunks that arrive are compared with their checksums."""
+        """Return whether this worker asks for checksums; whether a chunk was compared says its `loss`."""
         return self._settings.checksum
 
     def start(self) -> None:

@@ -45,7 +45,9 @@ class WorkerSettings(BaseSettings):
     tensor_parallel: int = Field(1, ge=1, description="GPUs that share the model, from `device` on; a process each")
     transfer: Transfer = Field("auto", description="KV transport; auto: the fastest that both ends have")
     kv_codec: KVCodec = Field("auto", description="compression of KV on slow tcp links; auto: lossless, where it pays")
-    transfer_checksum: bool = Field(True, description="check every chunk of KV that arrives")
+    transfer_checksum: bool = Field(
+        True, description="check every chunk of KV that arrives; what nobody checked enters no cache"
+    )
     transfer_port: int = Field(0, ge=0, le=65535, description="port of the KV control listener; 0: a free one")
     redis_url: str = Field("redis://127.0.0.1:6379/0", description="where the coordinator's state lives")
     pool: str = Field("default", description="workers and gateways of one pool serve one model together")

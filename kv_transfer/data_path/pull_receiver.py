@@ -9,9 +9,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from contracts.errors import TransferError
 from contracts.handoff import ChunkHeader, Commit, PullReady, PullScheduled
 from contracts.ids import BlockId
+from contracts.kv_loss import EXACT, UNCHECKED, joined
 from contracts.layout import KVLayout
 from kv_transfer.chunks import checksum as integrity
 from kv_transfer.chunks import chunk_plan as plan
@@ -226,7 +229,8 @@ class PullReceiver(UnthreadedMover):
         self.nbytes += header.nbytes
         if commit := self._grants.chunk_received(header):
             self._commit(commit)
-        self._on_arrived(header)
+        loss = joined(header.loss, EXACT if self._checks else UNCHECKED)
+        self._on_arrived(msgspec.structs.replace(header, loss=loss))
 
     def _copy(self, pull: PullReady, into: list[BlockId]) -> str | None:
         """Copy the chunk; return why the bytes that are there now are not the chunk's, or None."""

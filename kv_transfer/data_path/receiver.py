@@ -15,7 +15,7 @@ import numpy as np
 
 from contracts.errors import Corrupt
 from contracts.handoff import ChunkHeader, Commit
-from contracts.kv_loss import EXACT, joined
+from contracts.kv_loss import EXACT, UNCHECKED, joined
 from kv_transfer.chunks import checksum as integrity
 from kv_transfer.chunks.device_pool import PageScatter
 from kv_transfer.chunks.wire_format import KVSegment, read_meta
@@ -121,13 +121,14 @@ class Receiver:
     def _begin(self, segment: KVSegment) -> ChunkAssembly:
         """Decide by the header whether this chunk may be written."""
         header = segment.header
-        checksum = integrity.seed(header.epoch, header.group)
-        assembly = ChunkAssembly(header, None, segment.offset, checksum, loss=header.loss)
+        assembly = ChunkAssembly(header, None, segment.offset, integrity.seed(header.epoch, header.group))
         granted = self._grants.find(assembly.key)
         if granted is None:
             self.num_stale += 1
             return assembly
         reason = "its first bytes are missing" if segment.offset else granted.check(header)
+        if not reason:  # else the group may be none of the layout's
+            assembly.loss = joined(header.loss, EXACT if self._stagings[header.group].checks else UNCHECKED)
         units = self._stagings[header.group].units(granted.pages(header)) if not reason else None
         if units is not None and self._is_being_written(header.group, units):
             reason = "pages of it are being written"

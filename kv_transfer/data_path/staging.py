@@ -24,11 +24,14 @@ from process.timer_slack import set_timer_slack
 class Staging(Protocol):
     """The staging of one group at one end of a channel, used by its data thread.
 
+    `checks`: whether what lies in the pages in the end was compared with its checksum.
+
     The methods raise TransferError if a device fails.
     """
 
     unit_nbytes: int
     units_per_message: int
+    checks: bool
 
     def enter(self) -> None:
         """Make the calling thread the one that moves data from now on."""
@@ -94,7 +97,7 @@ class HostStaging:
     """
 
     def __init__(self, pool: Pool, slot_nbytes: int, checks: bool, num_parts: int = 1) -> None:
-        self._pool, self._checks, self._num_parts = pool, checks, num_parts
+        self._pool, self.checks, self._num_parts = pool, checks, num_parts
         self.unit_nbytes = pool.block_nbytes // pool.num_planes // num_parts
         self.units_per_message = slot_nbytes // self.unit_nbytes
 
@@ -110,10 +113,10 @@ class HostStaging:
     def pack(self, units: np.ndarray, payload: np.ndarray, checksum: int) -> int:
         bytes_ = payload[: len(units) * self.unit_nbytes]
         self._pool.gather(units, bytes_, self._num_parts)
-        return integrity.extend(checksum, bytes_) if self._checks else checksum
+        return integrity.extend(checksum, bytes_) if self.checks else checksum
 
     def extend(self, checksum: int, payload: np.ndarray, nbytes: int) -> int | None:
-        return integrity.extend(checksum, payload[:nbytes]) if self._checks else None
+        return integrity.extend(checksum, payload[:nbytes]) if self.checks else None
 
     def unpack(self, payload: np.ndarray, units: np.ndarray) -> None:
         self._pool.scatter(units, payload[: len(units) * self.unit_nbytes], self._num_parts)
@@ -128,7 +131,7 @@ class DeviceStaging:
     """
 
     def __init__(self, pool: DevicePool, slot_nbytes: int, checks: bool, num_parts: int) -> None:
-        self._pool, self._checks, self._num_parts = pool, checks, num_parts
+        self._pool, self.checks, self._num_parts = pool, checks, num_parts
         self.unit_nbytes = pool.block_nbytes
         self.units_per_message = slot_nbytes // self.unit_nbytes
 
@@ -150,7 +153,7 @@ class DeviceStaging:
         return None
 
     def unpack(self, payload: Any, units: np.ndarray) -> PageScatter:
-        return self._pool.unpack(payload, units, self._checks, self._num_parts)
+        return self._pool.unpack(payload, units, self.checks, self._num_parts)
 
 
 class NarrowingStaging(DeviceStaging):

@@ -3,6 +3,7 @@
 # pyright: reportArgumentType=false
 # The twins of engine and node have their methods, not their classes.
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from contracts.events import Failed
 from contracts.handoff import Abort, ChunkHeader, Fin, Offer
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId
+from contracts.kv_loss import UNCHECKED
 from decode_svc.decode_role import DecodeRole
 from engine.messages import StepOutput
 from kv_transfer.events import ChunkBad, ChunkLanded, Drained, MessageReceived, PeerDisconnected
@@ -383,8 +385,11 @@ def test_of_a_peer_that_contradicts_itself_nothing_is_kept(tell):
     assert side.engine.num_saved == 0 and side.role.is_idle()
 
 
-def test_of_chunks_that_nobody_checked_nothing_is_kept():
-    side = landed()
-    side.node.checks_chunks = False
-    side.role.on_transfer(GONE, 2.0)
-    assert side.engine.num_saved == 0 and side.role.is_idle()
+def test_what_kv_has_lost_is_told_to_the_engine_whatever_was_asked_for_here():
+    side = Side()
+    live = side.begin("r", 20)
+    side.offer("r", 20)
+    side.land("r", 0, 0, 4)
+    header = msgspec.structs.replace(side.header("r", 1, 4, 4), loss=UNCHECKED)
+    side.role.on_transfer(ChunkLanded(P, header, 1.0), 1.0)
+    assert side.engine.told("incoming_lost") == [(live.key, 4, UNCHECKED)]

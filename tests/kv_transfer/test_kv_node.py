@@ -20,6 +20,7 @@ from contracts import errors
 from contracts.errors import ConfigError
 from contracts.handoff import Abort, AbortAck, Commit, Fin, Grant, Offer, Refuse, Wait
 from contracts.ids import BlockId, Epoch, Incarnation, RequestId, WorkerId
+from contracts.kv_loss import UNCHECKED
 from contracts.request import WorkerRef
 from kv_transfer.connection import handshake
 from kv_transfer.connection.control_connection import ControlConnection
@@ -797,8 +798,18 @@ def test_without_checksum_pages_still_arrive(make_peer: Make) -> None:
     prefill, decode = (make_peer(name, checksum=False) for name in ("prefill", "decode-1"))
     offer_and_grant(prefill, decode, "r", 8, [1, 2])
     send(prefill, decode, "r", 0, 0, 8, [3, 4])
-    assert decode.wait(ChunkLanded).header.checksum == 1
+    landed = decode.wait(ChunkLanded).header
+    assert (landed.checksum, landed.loss) == (1, UNCHECKED)
     assert np.array_equal(prefill.pool[:, 3], decode.pool[:, 1])
+
+
+@pytest.mark.parametrize("is_asked_by_prefill", [False, True])
+def test_a_chunk_is_checked_if_either_end_asks_for_it(make_peer: Make, is_asked_by_prefill: bool) -> None:
+    prefill = make_peer("prefill", checksum=is_asked_by_prefill)
+    decode = make_peer("decode-1", checksum=not is_asked_by_prefill)
+    offer_and_grant(prefill, decode, "r", 8, [1, 2])
+    send(prefill, decode, "r", 0, 0, 8, [3, 4])
+    assert decode.wait(ChunkLanded).header.loss == ""
 
 
 def test_an_owner_that_is_busy_does_not_lose_the_link(make_peer: Make) -> None:

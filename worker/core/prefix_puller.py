@@ -262,8 +262,7 @@ class PrefixPuller:
     def _writer_ended(self, pull: Pull) -> None:
         """Enter what has come into the prefix cache, and go on with the prompt."""
         if pull.reservation is not None:
-            is_checked = self._node.checks_chunks
-            num_saved = self._engine.incoming_writer_ended(pull.key, pull.next_token if is_checked else 0)
+            num_saved = self._engine.incoming_writer_ended(pull.key, pull.next_token)
             self._counters["kv_peer_loads"] += num_saved > 0
             self._counters["kv_peer_hit_blocks"] += num_saved // self._engine.layout.block_size
             self._counters["kv_peer_bytes_out"] += pull.nbytes

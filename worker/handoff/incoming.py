@@ -377,12 +377,12 @@ class IncomingHandoffs:
     def _writer_ended(self, handoff: IncomingHandoff) -> None:
         """Drop the writer's hold on the pages of a handoff that was given up.
 
-        What had arrived by then stays, for the next attempt to move only the rest: each chunk was checked, in order
-        from the first token on. A peer that contradicted itself is not believed in what it sent before, either.
+        What had arrived by then, in order from the first token on, stays: the next attempt moves only the rest. But not
+        what nobody checked, see contracts.kv_loss, nor anything of a peer that contradicted itself.
         """
         # A migration brings KV of more tokens, which are not known before its Fin.
         num_known = min(handoff.next_token, len(handoff.attempt.job.token_ids))
-        num_checked = num_known if self._node.checks_chunks and not handoff.is_contradictory else 0
+        num_checked = 0 if handoff.is_contradictory else num_known
         num_saved = self._engine.incoming_writer_ended(handoff.attempt.key, num_checked)
         if num_saved:
             self.num_saved_tokens += num_saved
