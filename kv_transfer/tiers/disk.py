@@ -8,6 +8,7 @@ import fcntl
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import TextIO
 from contracts.held_prefixes import HeldPrefixes, prefix_lengths
 from contracts.kv_store import BlockKey, BlockWorth
 from kv_transfer.tiers.eviction_policy import EvictionPolicy
-from kv_transfer.tiers.record_files import RecordFile, RecordFiles
+from kv_transfer.tiers.record_files import ForeignFile, RecordFile, RecordFiles
 from kv_transfer.tiers.tier_stats import TierStats
 
 RETRY_S = 10.0
@@ -55,7 +56,8 @@ class DiskTier:
         self._files = self._folders[0]
         self._policy = EvictionPolicy(capacity_nbytes)
         self._places: dict[BlockKey, str] = {}
-        self._num_foreign = 0
+        self._foreign: deque[ForeignFile] = deque()
+        self._foreign_nbytes = 0
         self._stats = TierStats()
         self._lock = threading.Lock()
         self._lock_file: TextIO | None = None
@@ -107,6 +109,7 @@ class DiskTier:
             gone = self._policy.add(key, len(record), worth)
             evicted = [self._places.pop(other, "") for other in gone]
             is_kept = key in self._policy
+            evicted += self._make_foreign_room()
         for other in gone:
             self.held.remove(other)
         place = self._files.place(key, worth)
@@ -140,7 +143,7 @@ class DiskTier:
     def stats(self) -> dict[str, float]:
         with self._lock:
             return self._stats.report(len(self._places), self._policy.nbytes) | {
-                "foreign_blocks": self._num_foreign,
+                "foreign_blocks": len(self._foreign),
                 "on": float(self.is_on),
                 "writable": float(self.is_on and not self._unwritable),
             }
@@ -200,20 +203,21 @@ class DiskTier:
             if self._clock() - told_s > PROGRESS_S:
                 told_s = self._clock()
                 _log.info("KV on disk: %d blocks found in %s so far", len(found), self._files.folder)
-        found.sort(key=lambda record: (not self._files.is_foreign(record.place), record.used_at_s, record.key))
+        found.sort(key=lambda record: (record.used_at_s, record.key))
         too_much: list[str] = []
         for record in found:  # nobody else looks before it is indexed
             self._places[record.key] = record.place
             gone = self._policy.add(record.key, record.nbytes, record.worth)
             too_much += [self._places.pop(key) for key in gone]
-        self._num_foreign = sum(map(self._files.is_foreign, [*self._places.values(), *too_much]))
-        self._remove_files(too_much)
+        self._foreign = deque(sorted(self._files.scan_foreign()))
+        self._foreign_nbytes = sum(file.nbytes for file in self._foreign)
+        self._remove_files([*too_much, *self._make_foreign_room()])
         self._mark(found)
-        if self._num_foreign:
+        if self._foreign:
             _log.warning(
-                "KV on disk: %d blocks in %s are of another model, number format or block size; they are not used, "
-                "and are the first to make room",
-                self._num_foreign, self._files.folder,
+                "KV on disk: %d blocks in %s are of another model, number format, block size or release; they are not "
+                "used, and stay while there is room",
+                len(self._foreign), self._files.folder,
             )  # fmt: skip
         if others := self._files.others():
             _log.warning(
@@ -228,9 +232,7 @@ class DiskTier:
 
     def _mark(self, found: Sequence[RecordFile]) -> None:
         """Note which prefixes there are: blocks all of whose predecessors are here."""
-        parents = {
-            r.key: r.worth.parent for r in found if r.key in self._places and not self._files.is_foreign(r.place)
-        }
+        parents = {record.key: record.worth.parent for record in found if record.key in self._places}
         for key, num_blocks in prefix_lengths(parents).items():
             self.held.add(key, num_blocks)
 
@@ -238,7 +240,18 @@ class DiskTier:
         for place in places:
             self._files.remove(place)
             self._stats.num_evicted += 1
-            self._num_foreign -= self._files.is_foreign(place)
+
+    def _make_foreign_room(self) -> list[str]:
+        """Forget what can't be used here until all is within the limit, and return the places.
+
+        It has only the room that our own records leave, but a worker that comes back to its former model finds some.
+        """
+        gone: list[str] = []
+        while self._foreign and self._policy.nbytes + self._foreign_nbytes > self._policy.capacity_nbytes:
+            file = self._foreign.popleft()
+            self._foreign_nbytes -= file.nbytes
+            gone.append(file.place)
+        return gone
 
     # Bad luck.
 

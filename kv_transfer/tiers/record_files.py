@@ -9,10 +9,12 @@ what an index needs, so that no file is read to make one:
 
 import errno
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from contracts.kv_store import BlockKey, BlockWorth
 from kv_transfer.chunks.block_record import VERSION
@@ -20,6 +22,7 @@ from kv_transfer.chunks.block_record import VERSION
 _SUFFIX = ".kv"
 _PARTIAL = ".part"
 _READ_AHEAD = 16
+_VERSION = re.compile(r"v\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +36,18 @@ class RecordFile:
     used_at_s: float
 
 
+class ForeignFile(NamedTuple):
+    """A record that can't be used here. `used_at_s`: see RecordFile."""
+
+    used_at_s: float
+    place: str
+    nbytes: int
+
+
 class RecordFiles:
     """The files of records below `folder`, those of one layout and others'.
 
-    Errors are OSError, for the caller to judge. A `place` is a path below the folder of this version of records.
+    Errors are OSError, for the caller to judge. A `place` is a path from the folder of this version of records on.
     """
 
     def __init__(self, folder: Path, layout_id: str) -> None:
@@ -48,10 +59,6 @@ class RecordFiles:
         parent = "-" if worth.parent is None else worth.parent.hex()
         name = f"{key.hex()}.{parent}.{round(worth.compute_s * 1e6)}{_SUFFIX}"
         return f"{self._layout_id}/{name[:2]}/{name}"
-
-    def is_foreign(self, place: str) -> bool:
-        """Return whether it is a record of another layout."""
-        return not place.startswith(f"{self._layout_id}/")
 
     def write(self, place: str, record: memoryview) -> None:
         """Write a record; a fault leaves no file behind where the system lets it be removed."""
@@ -98,20 +105,35 @@ class RecordFiles:
         return os.path.isdir(self._root)  # Path.is_dir raises the error of a disk that fails
 
     def scan(self) -> Iterator[RecordFile]:
-        """Yield every record there is, and remove what a writer that died left half written."""
-        for group in sorted(self._root.glob("*/*/")):
-            prefix = f"{group.parent.name}/{group.name}/"
+        """Yield every record of our layout, and remove what a writer that died left half written."""
+        for group in sorted(self._root.glob(f"{self._layout_id}/*/")):
+            prefix = f"{self._layout_id}/{group.name}/"
             with os.scandir(group) as entries:
                 yield from (found for entry in entries if (found := _record_file(prefix, entry)) is not None)
 
+    def scan_foreign(self) -> Iterator[ForeignFile]:
+        """Yield the records of other layouts and of other versions of records."""
+        for group in sorted(self.folder.glob("v*/*/*/")):
+            if group.parent == self._root / self._layout_id or not _VERSION.fullmatch(group.parents[1].name):
+                continue
+            prefix = os.path.relpath(group, self._root)
+            with os.scandir(group) as entries:
+                yield from (_foreign_file(prefix, entry) for entry in entries if entry.is_file(follow_symlinks=False))
+
     def others(self) -> list[str]:
-        """Return the names in the folder that are not of this version of records."""
-        return sorted(path.name for path in self.folder.iterdir() if path != self._root and path.suffix != ".lock")
+        """Return the names in the folder that are no records."""
+        paths = (path for path in self.folder.iterdir() if path.suffix != ".lock")
+        return sorted(path.name for path in paths if not (path.is_dir() and _VERSION.fullmatch(path.name)))
 
     def _open(self, place: str) -> int:
         file = os.open(self._root / place, os.O_RDONLY | os.O_CLOEXEC)
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_WILLNEED)
         return file
+
+
+def _foreign_file(prefix: str, entry: "os.DirEntry[str]") -> ForeignFile:
+    stat = entry.stat(follow_symlinks=False)
+    return ForeignFile(stat.st_mtime, f"{prefix}/{entry.name}", stat.st_size)
 
 
 def _record_file(prefix: str, entry: "os.DirEntry[str]") -> RecordFile | None:

@@ -1,5 +1,6 @@
 """The tier on a real disk: it outlives the process, holds its limit, and survives what disks do."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -202,21 +203,43 @@ def test_a_folder_that_can_t_be_made_is_no_error(tmp_path: Path):
     tier.close()
 
 
-def test_blocks_of_another_layout_are_named_once_and_go_first(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_blocks_of_another_layout_are_named_once_and_have_only_the_room_that_is_left(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     other = open_tier(tmp_path, layout_id="other")
     for number in range(8):
         store(other, number)
     other.close()
-    (tmp_path / "v0").mkdir()
+    (tmp_path / "notes").mkdir()
     tier = open_tier(tmp_path, 8 * RECORD_NBYTES)
     assert tier.stats()["foreign_blocks"] == 8
-    assert sum("another model, number format or block size" in record.message for record in caplog.records) == 1
-    assert sum("does not use, and does not count: v0" in record.message for record in caplog.records) == 1
+    assert sum("another model, number format, block size or release" in each.message for each in caplog.records) == 1
+    assert sum("does not use, and does not count: notes" in record.message for record in caplog.records) == 1
     for number in range(100, 108):
         store(tier, number)
-    assert tier.stats()["foreign_blocks"] <= 4
-    assert all(holds(tier, number) for number in (106, 107))
+        assert len(files_in(tmp_path)) <= 8
+    assert tier.stats()["foreign_blocks"] == 0
+    assert all(holds(tier, number) for number in range(100, 108))
     tier.close()
+
+
+def test_records_of_former_releases_and_layouts_go_the_longest_unused_first_whatever_they_are(tmp_path: Path):
+    """Here of a smaller limit, and of a release whose names say nothing any more."""
+    other = open_tier(tmp_path, layout_id="other")
+    for number in range(4):
+        store(other, number)
+    other.close()
+    (tmp_path / f"v{VERSION}").rename(tmp_path / "v1")
+    files = sorted(tmp_path.glob("v1/*/*/*"))
+    for age, path in enumerate(files):
+        os.utime(path.rename(path.with_name(f"block-{age}")), (1e9 + age, 1e9 + age))
+    mine = open_tier(tmp_path)
+    assert store(mine, 10)
+    mine.close()
+    again = open_tier(tmp_path, 3 * RECORD_NBYTES)
+    assert again.stats()["foreign_blocks"] == 2 and holds(again, 10)
+    assert {path.name for path in tmp_path.glob("v1/*/*/*")} == {"block-2", "block-3"}
+    again.close()
 
 
 def test_a_file_that_somebody_removed_is_a_miss(tmp_path: Path):
