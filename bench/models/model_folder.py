@@ -30,8 +30,7 @@ SMALL = replace(
     LLAMA_8B, vocab_size=4096, hidden_size=512, intermediate_size=1408, num_layers=8, num_heads=8, num_kv_heads=4,
     head_dim=64, max_model_len=1024,
 )  # fmt: skip
-"""A fifth of the default model, for systems of many processes on few cores; write it with SMALL_GAIN."""
-SMALL_GAIN = 3.0
+"""A fifth of the default model, for systems of many processes on few cores."""
 LAYERS_A_FILE = 4
 NUM_WRITERS = 4
 INDEX = "model.safetensors.index.json"

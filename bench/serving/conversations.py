@@ -21,7 +21,7 @@ NEXT_TOKENS = (8, 20, 40)
 ANSWER_TOKENS = (4, 8, 8, 16, 16, 48)
 NUM_AT_ONCE = 48
 """Conversations that are held at the same time for their right answers: no bit depends on what else is in a batch."""
-ASK_TIMEOUT_S = 120.0
+ASK_TIMEOUT_S = 240.0
 PROGRESS_S = 30.0
 
 

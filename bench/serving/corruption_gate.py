@@ -27,7 +27,7 @@ import aiohttp
 import torch
 
 from bench.load.client import session
-from bench.models.model_folder import SMALL, SMALL_GAIN, write_folder
+from bench.models.model_folder import SMALL, TINY, write_folder
 from bench.report.result import ResultRow, write_result
 from bench.serving.conversations import VOCABULARY, KnownConversation, complete, known_conversations
 from bench.serving.counter_sums import CounterSums
@@ -39,11 +39,12 @@ from bench.serving.service_faults import DRAINS, SERVICE_FAULTS, revive
 from bench.system.leftovers import still_held
 from bench.system.local_system import model_of
 from bench.system.services import Services
+from models.config import ModelConfig
 
 ROLES = {"p0": "prefill", "p1": "prefill", "d0": "decode", "d1": "decode"}
 REST_TIMEOUT_S = 90.0
 PROGRESS_S = 30.0
-SHARE_OF_LONG_FAULTS = 0.06
+SHARE_OF_LONG_FAULTS = 0.05
 """The share of faults of services and of the network."""
 SHARE_OF_OUTAGES = 0.08
 """The share of faults of disks and of the store among the others."""
@@ -112,8 +113,8 @@ def main() -> int:
     rng = random.Random(args.seed)
     with ExitStack() as stack:
         folder = args.logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tandem-gate-")))
-        if args.small_model:
-            write_folder(folder / "model", SMALL, torch.device("cpu"), SMALL_GAIN)
+        if (config := MODELS[args.model].config) is not None:
+            write_folder(folder / "model", config, torch.device("cpu"), GAIN)
         conversations = asyncio.run(undisturbed(folder / "single", args, rng))
         print(f"{len({tuple(one.turns[-1].answer) for one in conversations})} different last answers", file=sys.stderr)
         report = asyncio.run(disturbed(folder / "tiers", args, conversations, rng))
@@ -121,7 +122,7 @@ def main() -> int:
         print(f"{row.name:44s} {row.value:>10.6g} {row.unit}")
     for line in report.held:
         print(line, file=sys.stderr)
-    names = ("conversations", "turns", "faults", "seed", "small_model", "clients", "transfer", "rate_mbit", "options")
+    names = ("conversations", "turns", "faults", "seed", "model", "clients", "transfer", "options")
     write_result(args.out, "corruption-gate", report.rows(), {name: getattr(args, name) for name in names})
     return 0 if report.is_passed else 1
 
@@ -131,10 +132,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--conversations", type=int, default=500)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--faults", type=int, default=1000, help="the conversations go on until as many were made")
-    parser.add_argument("--small-model", action="store_true", help="a random one, for busy machines")
+    parser.add_argument("--model", choices=list(MODELS), default="default", help="random small ones for busy machines")
     parser.add_argument("--clients", type=int, default=12, help="how many ask at the same time")
     parser.add_argument("--transfer", default="tcp", help="only tcp is compressed, and wholly goes over the network")
-    parser.add_argument("--rate-mbit", type=float, default=100.0, help="of the links of p1 and the store; 0: unlimited")
     parser.add_argument("--options", nargs="*", default=[], help="further NAME=VALUE settings of the workers")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--logs", type=Path, default=None, help="a new folder to keep the services' logs in")
@@ -146,33 +146,43 @@ def parse() -> argparse.Namespace:
 class ModelSizes:
     """The sizes that depend on the model.
 
-    They are the number of token ids, the MiB of a cache that holds five turns, and the scale of the tiers below.
+    `config`: of a random model, None for the default one. `cache_mib`: of a cache that holds five turns. `scale`: of
+    the tiers below. `rate_mbit`: of the links of SLOW_HOSTS.
     """
 
+    config: ModelConfig | None
     vocabulary: int
     cache_mib: int
     scale: float
+    rate_mbit: float
 
 
-def sizes_of(args: argparse.Namespace) -> ModelSizes:
-    return ModelSizes(SMALL.vocab_size, 12, 0.36) if args.small_model else ModelSizes(VOCABULARY, 32, 1.0)
+MODELS = {
+    "default": ModelSizes(None, VOCABULARY, 32, 1.0, 200.0),
+    "small": ModelSizes(SMALL, SMALL.vocab_size, 12, 0.36, 70.0),
+    "tiny": ModelSizes(TINY, TINY.vocab_size, 1, 0.0225, 5.0),
+}
+GAIN = 3.0
+"""The gain of the matrices of random models; with less their answers hardly depend on their prompts."""
 
 
-def model_of_args(folder: Path, args: argparse.Namespace) -> dict[str, str]:
-    return {"TANDEM_MODEL": str(folder.parent / "model")} if args.small_model else {}
+def model_setting(folder: Path, args: argparse.Namespace) -> dict[str, str]:
+    return {"TANDEM_MODEL": str(folder.parent / "model")} if MODELS[args.model].config else {}
 
 
 async def undisturbed(folder: Path, args: argparse.Namespace, rng: random.Random) -> list[KnownConversation]:
     """Return the conversations with the answers of one worker without tiers."""
     folder.mkdir(parents=True)
     with Services(
-        folder, {"m0": ("--role", "mixed")}, **COMMON | model_of_args(folder, args) | {"TANDEM_NUM_THREADS": "2"}
+        folder,
+        {"m0": ("--role", "mixed")},
+        **COMMON | model_setting(folder, args) | {"TANDEM_NUM_THREADS": "2" if args.model == "default" else "1"},
     ) as services:
         await services.start_all(REST_TIMEOUT_S)
         async with session() as http:
             model = model_of(services.url)
             return await known_conversations(
-                http, services.url, model, args.conversations, args.turns, rng, sizes_of(args).vocabulary
+                http, services.url, model, args.conversations, args.turns, rng, MODELS[args.model].vocabulary
             )
 
 
@@ -180,12 +190,12 @@ async def disturbed(
     folder: Path, args: argparse.Namespace, conversations: list[KnownConversation], rng: random.Random
 ) -> GateReport:
     workers = {name: ("--role", role, "--transfer", args.transfer) for name, role in ROLES.items()}
-    rates = {host: float(args.rate_mbit) for host in SLOW_HOSTS}
+    rates = {host: MODELS[args.model].rate_mbit for host in SLOW_HOSTS}
     with ExitStack() as stack:
         network = stack.enter_context(optional_network([*ROLES, STORE_HOST], rates))
-        places = stack.enter_context(kv_places(folder, network, sizes_of(args).scale))
-        settings = COMMON | places.settings() | model_of_args(folder, args)
-        settings["TANDEM_KV_CACHE_MIB"] = str(sizes_of(args).cache_mib)
+        places = stack.enter_context(kv_places(folder, network, MODELS[args.model].scale))
+        settings = COMMON | places.settings() | model_setting(folder, args)
+        settings["TANDEM_KV_CACHE_MIB"] = str(MODELS[args.model].cache_mib)
         settings |= dict(option.split("=", 1) for option in args.options)
         services = stack.enter_context(Services(folder, workers, network, **settings))
         await services.start_all(REST_TIMEOUT_S)
