@@ -52,7 +52,7 @@ SLOW_HOSTS = ("p1", STORE_HOST)
 """The hosts whose KV is compressed; between the others prefixes are pulled sooner than computed."""
 NUM_BEGUN = 30
 """The conversations under way, whose KV is about eight times what a worker's cache holds."""
-MEAN_PAUSE_S = 0.6
+MEAN_PAUSE_S = 0.3
 """The pause between two faults of records: they take about as long as the others beside them."""
 COMMON = {"TANDEM_NUM_THREADS": "1", "TANDEM_DTYPE": "float32"}
 COUNTED = {

@@ -103,7 +103,7 @@ def turn_bit_of(pid: int, rng: random.Random, arena_nbytes: int) -> bool:
     Buffers outside the arena are spared: a record in one may be unfinished, or verified already.
     """
     with suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/{pid}/mem", "r+b", buffering=0) as memory:
-        for start, end in _mappings(pid, arena_nbytes):
+        for start, end in sorted(_mappings(pid, arena_nbytes), key=lambda span: span[1] - span[0]):
             pieces = list(range(start, end, _SCAN_NBYTES))
             for piece in rng.sample(pieces, len(pieces)):
                 if slots := _slots(memory, piece, end):
