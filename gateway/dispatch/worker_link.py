@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from io import BytesIO
@@ -50,7 +51,7 @@ class WorkerLink:
         self._on_event, self._on_lost, self._has_left = on_event, on_lost, has_left
         self._decoder = decoder(EventFrame)
         self._opened = asyncio.Event()
-        self._num_frames = self._num_streams = 0
+        self._num_frames = self._stream = 0
         self._outbox: Outbox = []
         self._posting: set[asyncio.Task[None]] = set()
         self._task = asyncio.create_task(self._run())
@@ -113,8 +114,9 @@ class WorkerLink:
     async def _listen(self) -> None:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
         url = f"{self.info.url}/events"
-        self._num_streams += 1
-        params = {"gateway_id": self._gateway_id, "stream": self._num_streams}
+        # Higher than that of any link before: a worker that left the registry and came back gets another link.
+        self._stream = time.monotonic_ns()
+        params = {"gateway_id": self._gateway_id, "stream": self._stream}
         async with self._session.get(url, params=params, timeout=timeout) as response:
             if response.status == 401:
                 raise ValueError("it refuses our secret: TANDEM_SECRET must be the same for all services of the pool")
@@ -163,7 +165,7 @@ class WorkerLink:
     async def _try_post(self, body: bytes) -> TandemError | None:
         timeout = aiohttp.ClientTimeout(total=POST_TIMEOUT_S, sock_connect=CONNECT_TIMEOUT_S)
         # The worker refuses jobs that arrive when their stream has broken, as after a cut of the network.
-        url, params = f"{self.info.url}/jobs", {"stream": self._num_streams}
+        url, params = f"{self.info.url}/jobs", {"stream": self._stream}
         try:
             async with self._session.post(url, params=params, data=BytesIO(body), timeout=timeout) as response:
                 if response.status < 300:
