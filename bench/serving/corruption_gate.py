@@ -44,7 +44,7 @@ from models.config import ModelConfig
 ROLES = {"p0": "prefill", "p1": "prefill", "d0": "decode", "d1": "decode"}
 REST_TIMEOUT_S = 90.0
 PROGRESS_S = 30.0
-SHARE_OF_LONG_FAULTS = 0.05
+SHARE_OF_LONG_FAULTS = 0.045
 """The share of faults of services and of the network."""
 SHARE_OF_OUTAGES = 0.08
 """The share of faults of disks and of the store among the others."""
@@ -52,7 +52,7 @@ SLOW_HOSTS = ("p1", STORE_HOST)
 """The hosts whose KV is compressed; between the others prefixes are pulled sooner than computed."""
 NUM_BEGUN = 30
 """The conversations under way, whose KV is about eight times what a worker's cache holds."""
-MEAN_PAUSE_S = 0.3
+MEAN_PAUSE_S = 0.2
 """The pause between two faults of records: they take about as long as the others beside them."""
 COMMON = {"TANDEM_NUM_THREADS": "1", "TANDEM_DTYPE": "float32"}
 COUNTED = {
