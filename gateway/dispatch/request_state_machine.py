@@ -140,11 +140,12 @@ class InflightRequest:
         return self._leave({route.prefill.worker_id: _lost()})
 
     def on_sent(self, route: Route, now: float, refusals: Mapping[WorkerId, TandemError]) -> list[Action]:
-        """Take what became of the jobs of `route`. Cancels travel by themselves, and may have overtaken them."""
-        if self.end is not None or self.is_moving or self.route is not route:
-            cancel = Cancel(self.request_id, route.epoch, "ended before it began")
-            return [CancelAttempt(_workers_of(route), cancel)]
-        return self.on_refused(refusals, now) if refusals else []
+        """Take what became of the jobs of `route`. Cancels may have overtaken them; decode's own end has not."""
+        if self.end is None and not self.is_moving and self.route is route:
+            return self.on_refused(refusals, now) if refusals else []
+        is_answered = self.route is route and self.answer.sequencer.ended and self.decoder == route.decode.worker_id
+        cancel = Cancel(self.request_id, route.epoch, "ended before it began")
+        return [] if is_answered else [CancelAttempt(_workers_of(route), cancel)]
 
     def on_refused(self, refusals: Mapping[WorkerId, TandemError], now: float) -> list[Action]:
         """Leave a place whose workers did not take their jobs, of which nothing came."""

@@ -10,6 +10,7 @@ from contracts.errors import Overloaded, TandemError, Unavailable
 from contracts.events import Event, Failed, Finished, FinishReason, Moved, Prefilled, Token, Tokens
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.request import Cancel, CancelMigration, Route, WorkerRef
+from coordinator.request_states import RequestState
 from gateway.dispatch.attempt_budget import HANDOFF_FAULTS, MAX_ATTEMPTS, MAX_REPLAYS, AttemptBudget
 from gateway.dispatch.request_actions import (
     Action,
@@ -380,3 +381,16 @@ def test_what_ended_while_it_had_no_place_gives_the_new_one_back(prompting):
     run.perform(run.live.fail(Unavailable("the client left")))
     run.placed(0, 1)
     assert isinstance(run.actions[-1], ReturnPlace) and run.actions[-1].epoch == 2
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_workers_that_told_all_before_the_replies_to_their_jobs_came_are_not_cancelled(prompting, is_told: bool):
+    """An answer that its client left ends without them: a cancel may have overtaken its job."""
+    run = Run(prompting)
+    run.prefilled(1, 0)
+    for _ in range(NUM_TOKENS):
+        run.token(1, 0 if run.live.answer.sequencer.next_index == 0 else 1)
+    run.finished(1, 1) if is_told else run.perform([Finish("left", RequestState.CANCELLED)])
+    assert run.live.end is not None
+    actions = run.live.on_sent(run.live.route, 1.0, {})
+    assert [type(action) for action in actions] == ([] if is_told else [CancelAttempt])
