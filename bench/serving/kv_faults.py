@@ -19,6 +19,8 @@ from bench.serving.kept_kv import KeptKV
 from kv_transfer.chunks.block_record import ALIGNMENT, MAGIC, PREFIX, BlockFacts, begin_record, seal_record
 
 _SCAN_NBYTES = 16 << 20
+_LONGER_FACTS_NBYTES = 512
+"""A slot of a tier has room for so much longer facts: the checksums of all planes are the most of it."""
 
 
 def record_files(disk: Path) -> list[Path]:
@@ -141,7 +143,7 @@ def _slots(memory: BinaryIO, start: int, end: int) -> list[tuple[int, int]]:
         with suppress(msgspec.DecodeError, struct.error):
             facts, _ = _read(data[found : found + offset])
             records[start + found] = offset + facts.stored_nbytes
-            slots |= {offset + facts.raw_nbytes + more for more in (0, ALIGNMENT)}  # a slot has room for longer facts
+            slots |= {offset + facts.raw_nbytes + more for more in range(0, _LONGER_FACTS_NBYTES, ALIGNMENT)}
         found = data.find(MAGIC, found + len(MAGIC))
     distances = slots | {-slot for slot in slots}
     return [(at, nbytes) for at, nbytes in records.items() if any(at + one in records for one in distances)]

@@ -5,14 +5,16 @@
     6   reserved  u16      0
     8   offset    u32      of the payload; a multiple of ALIGNMENT
     12  meta      u32      bytes of the BlockFacts, in msgpack, that follow
-    16  checksum  u64      XXH3 of all other bytes, seeded with the key
+    16  checksum  u64      XXH3 of all other bytes, seeded with the key; without the payload if there are `plane_sums`
     24  BlockFacts, zeros up to the payload, payload
 
-Numbers are little-endian. Records lie in memory, on disks and in stores of several workers, where bits flip, writes
-tear, and other models, layouts and releases leave theirs.
+Numbers are little-endian. A GPU sums up pages where they lie (`plane_sums`), so that neither those that leave it nor
+those that come back are read by a processor. Records lie in memory, on disks and in stores of several workers, where
+bits flip, writes tear, and other models, layouts and releases leave theirs.
 """
 
 import struct
+from functools import lru_cache
 from typing import Any, cast
 
 import msgspec
@@ -24,14 +26,16 @@ from contracts.errors import Corrupt, LayoutMismatch
 from contracts.kv_store import BlockKey
 from contracts.layout import KVLayout
 from kv_transfer.chunks import checksum as integrity
+from kv_transfer.chunks.page_sums import page_sums
 
-VERSION = 2
+VERSION = 3
 ALIGNMENT = 64
 RAW = "raw"
 """The codec of a payload that is the block's bytes as they are."""
 MAGIC = b"TKVB"
 PREFIX = struct.Struct("<4sHHIIQ")
 _NUM_BEFORE_CHECKSUM = 16
+_DIFFERS = "checksum differs: the record is not what was written"
 
 
 class BlockFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,7 +43,8 @@ class BlockFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     `layout` has the fields of the block's layout and group, so that one which differs can be named. `codec` and `level`
     say how `raw_nbytes` of KV became `stored_nbytes` of payload; `raw_checksum`, XXH3 seeded with the key, is of the KV
-    that a payload which is not raw is decoded to.
+    that a payload which is not raw is decoded to. `plane_sums`: the uint32 of each page of a raw payload (page_sums);
+    empty where the record's checksum covers the payload.
     """
 
     key: bytes
@@ -51,6 +56,18 @@ class BlockFacts(msgspec.Struct, frozen=True, kw_only=True):
     raw_nbytes: int
     stored_nbytes: int
     raw_checksum: int
+    plane_sums: bytes = b""
+
+
+class StatedBlock(msgspec.Struct, frozen=True):
+    """A block whose record is right but for the payload, uint8: its pages are yet to be compared with `sums`, uint32.
+
+    `sums` is None where the payload is right as well.
+    """
+
+    facts: BlockFacts
+    payload: np.ndarray
+    sums: np.ndarray | None
 
 
 class VerifiedBlock(msgspec.Struct, frozen=True):
@@ -73,6 +90,7 @@ def facts_of(
     codec: str = RAW,
     level: int = 0,
     raw_checksum: int = 0,
+    plane_sums: bytes = b"",
 ) -> BlockFacts:
     """Return the facts of a full block of a group of `layout`."""
     return BlockFacts(
@@ -85,11 +103,16 @@ def facts_of(
         raw_nbytes=raw_nbytes,
         stored_nbytes=stored_nbytes,
         raw_checksum=raw_checksum,
+        plane_sums=plane_sums,
     )
 
 
+@lru_cache(maxsize=64)  # a GPU's loads verify thousands of records a second
 def shared_fields(layout: KVLayout, group: int) -> dict[str, Any]:
-    """Return the fields that decide the meaning of a group's bytes, whatever the number of shards."""
+    """Return the fields that decide the meaning of a group's bytes, whatever the number of shards.
+
+    The dictionary is shared: nobody changes it.
+    """
     fields: dict[str, Any] = {"model": layout.model, "block_size": layout.block_size}
     described: dict[str, Any] = to_builtins(layout.groups[group])
     for name, value in described.items():
@@ -100,9 +123,18 @@ def shared_fields(layout: KVLayout, group: int) -> dict[str, Any]:
 
 def max_record_nbytes(layout: KVLayout, group: int = 0) -> int:
     """Return the size of the largest record of a block of a group of `layout`, whose payload is raw."""
+    return summed_payload_offset(BlockKey(bytes(64)), layout, group) + layout.group_nbytes(group)
+
+
+def summed_payload_offset(key: BlockKey, layout: KVLayout, group: int = 0) -> int:
+    """Return where the payload of a raw record with `plane_sums` begins, before they are known.
+
+    It is the same for all keys of one length.
+    """
     nbytes = layout.group_nbytes(group)
-    facts = facts_of(BlockKey(bytes(64)), layout, raw_nbytes=nbytes, stored_nbytes=nbytes, group=group)
-    return _payload_offset(codec.encode(facts)) + nbytes
+    sums = bytes(4 * _num_pages(layout, group))
+    facts = facts_of(key, layout, raw_nbytes=nbytes, stored_nbytes=nbytes, group=group, plane_sums=sums)
+    return _payload_offset(codec.encode(facts))
 
 
 def begin_record(facts: BlockFacts, into: memoryview) -> np.ndarray:
@@ -123,7 +155,7 @@ def seal_record(facts: BlockFacts, record: memoryview) -> memoryview:
     """Write the checksum over a payload that is complete; return the record, without what lies behind it."""
     offset = PREFIX.unpack_from(record)[3]
     whole = record[: offset + facts.stored_nbytes]
-    struct.pack_into("<Q", record, _NUM_BEFORE_CHECKSUM, _checksum(BlockKey(facts.key), whole))
+    struct.pack_into("<Q", record, _NUM_BEFORE_CHECKSUM, _checksum(facts, whole, offset))
     return whole
 
 
@@ -132,21 +164,47 @@ def verify(record: memoryview, key: BlockKey, layout: KVLayout, group: int = 0) 
 
     Raises Corrupt, which names the field that is at fault, and LayoutMismatch if it is another layout's.
     """
+    block = read_stated(record, key, layout, group)
+    if block.sums is not None and not np.array_equal(page_sums(block.payload.reshape(len(block.sums), -1)), block.sums):
+        raise Corrupt(_DIFFERS)
+    return VerifiedBlock(block.facts, block.payload)
+
+
+def read_stated(record: memoryview, key: BlockKey, layout: KVLayout, group: int = 0) -> StatedBlock:
+    """Return the block in a record, if all but the pages that a device will sum up is right; raises as `verify` does.
+
+    `key`, and the checksum behind it, stand first: what is not what was written has no other field to be named.
+    """
     facts, offset, checksum = _read_facts(record)
-    _require("key", bytes(facts.key).hex(), key.hex())
-    if checksum != _checksum(key, record):
-        raise Corrupt("checksum differs: the record is not what was written")
+    if bytes(facts.key) != key:
+        _require("key", bytes(facts.key).hex(), key.hex())
+    if checksum != _checksum(facts, record, offset):
+        raise Corrupt(_DIFFERS)
     _require("group", facts.group, group)
-    for field, ours in shared_fields(layout, group).items():
-        theirs = facts.layout.get(field)
-        if theirs != ours:
-            raise LayoutMismatch(field, ours, theirs)
-    _require("layout", sorted(facts.layout), sorted(shared_fields(layout, group)))
+    ours = shared_fields(layout, group)
+    if facts.layout != ours:
+        for field, value in ours.items():
+            if (theirs := facts.layout.get(field)) != value:
+                raise LayoutMismatch(field, value, theirs)
+        _require("layout", sorted(facts.layout), sorted(ours))
     _require("num_tokens", facts.num_tokens, layout.block_size)
     _require("raw_nbytes", facts.raw_nbytes, layout.group_nbytes(group))
     if facts.codec == RAW:
         _require("stored_nbytes", facts.stored_nbytes, facts.raw_nbytes)
-    return VerifiedBlock(facts, np.frombuffer(record, np.uint8)[offset:])
+    return StatedBlock(facts, np.frombuffer(record, np.uint8)[offset:], _stated_sums(facts, layout, group))
+
+
+def _stated_sums(facts: BlockFacts, layout: KVLayout, group: int) -> np.ndarray | None:
+    if not facts.plane_sums:
+        return None
+    _require("codec", facts.codec, RAW)
+    _require("plane_sums", len(facts.plane_sums), 4 * _num_pages(layout, group))
+    return np.frombuffer(facts.plane_sums, "<u4")
+
+
+def _num_pages(layout: KVLayout, group: int) -> int:
+    """Return the pages of a block in all planes of a group, where one shard has all heads."""
+    return layout.group_nbytes(group) // layout.groups[group].page_nbytes(1)
 
 
 def _read_facts(record: memoryview) -> tuple[BlockFacts, int, int]:
@@ -171,10 +229,10 @@ def _require(field: str, found: object, expected: object) -> None:
         raise Corrupt(f"{field} is {found!r}, expected {expected!r}")
 
 
-def _checksum(key: BlockKey, record: memoryview) -> int:
+def _checksum(facts: BlockFacts, record: memoryview, offset: int) -> int:
     data = np.frombuffer(record, np.uint8)
-    before = integrity.extend(integrity.seed_of(key), data[:_NUM_BEFORE_CHECKSUM])
-    return integrity.extend(before, data[PREFIX.size :])
+    before = integrity.extend(integrity.seed_of(facts.key), data[:_NUM_BEFORE_CHECKSUM])
+    return integrity.extend(before, data[PREFIX.size : offset if facts.plane_sums else len(data)])
 
 
 def _payload_offset(meta: bytes) -> int:

@@ -35,7 +35,7 @@ class DiskTier:
     The index is made by a thread at start; until then nothing is found and nothing kept. A disk that is full or read
     only is read from; one that can't be read is off. Both are tried again after RETRY_S, and logged once each time that
     they change. `num_folders`: where the folder is another writer's, those named after it by a number may be taken.
-    `block_size`: tokens of a block, for `held`.
+    `block_size`: tokens of a block, for `held`. `is_direct`: see RecordFiles.
     """
 
     name = "disk"
@@ -49,10 +49,11 @@ class DiskTier:
         clock: Callable[[], float] = time.monotonic,
         num_folders: int = 1,
         block_size: int = 0,
+        is_direct: bool = False,
     ) -> None:
         self.held = HeldPrefixes(block_size)
         others = (folder.with_name(f"{folder.name}.{number}") for number in range(2, num_folders + 1))
-        self._folders, self._clock = [RecordFiles(path, layout_id) for path in (folder, *others)], clock
+        self._folders, self._clock = [RecordFiles(path, layout_id, is_direct) for path in (folder, *others)], clock
         self._files = self._folders[0]
         self._policy = EvictionPolicy(capacity_nbytes)
         self._places: dict[BlockKey, str] = {}

@@ -3,10 +3,15 @@
 import threading
 from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
+
 from contracts.held_prefixes import HeldPrefixes
 from contracts.kv_store import BlockKey, BlockWorth
 from kv_transfer.tiers.eviction_policy import EvictionPolicy
 from kv_transfer.tiers.tier_stats import TierStats
+
+LentRecord = tuple[int, memoryview]
+"""A slot, and the record in it."""
 
 
 class HostMemoryTier:
@@ -32,7 +37,8 @@ class HostMemoryTier:
         num_slots = capacity_nbytes // slot_nbytes
         if num_slots < 1:
             raise ValueError(f"{capacity_nbytes} bytes do not hold one block, of {slot_nbytes} bytes")
-        self._arena = (allocate or _allocate)(num_slots * slot_nbytes)
+        # Copied by numpy, which lets other threads run meanwhile, as a copy of memoryviews does not.
+        self._arena = np.frombuffer((allocate or _allocate)(num_slots * slot_nbytes), np.uint8)
         self._policy = EvictionPolicy(num_slots * slot_nbytes)
         self._free = list(range(num_slots - 1, -1, -1))
         self._slots: dict[BlockKey, tuple[int, int]] = {}
@@ -45,22 +51,46 @@ class HostMemoryTier:
         with self._lock:
             return next((index for index, key in enumerate(keys) if key not in self._slots), len(keys))
 
-    def load(self, keys: Sequence[BlockKey], into: Sequence[memoryview]) -> list[int]:
-        with self._stats.load() as loading:
-            sizes: list[int] = []
-            for key, buffer in zip(keys, into, strict=True):
-                if (nbytes := self._read(key, buffer)) is None:
+    def lend(self, keys: Sequence[BlockKey]) -> list[LentRecord]:
+        """Return the records of `keys` where they lie, up to the first that is not held.
+
+        They stay as they are until `give_back`.
+        """
+        with self._stats.load() as loading, self._lock:
+            lent: list[LentRecord] = []
+            for key in keys:
+                if (found := self._slots.get(key)) is None:
                     break
-                sizes.append(nbytes)
-            with self._lock:
-                self._policy.use(keys[: len(sizes)])
-            loading.found(sizes, len(keys))
-        return sizes
+                slot, nbytes = found
+                self._num_readers[slot] = self._num_readers.get(slot, 0) + 1
+                start = slot * self._slot_nbytes
+                lent.append((slot, self._arena[start : start + nbytes].data))
+            self._policy.use(keys[: len(lent)])
+            loading.found([len(record) for _, record in lent], len(keys))
+        return lent
+
+    def give_back(self, slots: Iterable[int]) -> None:
+        """End the reading of records that were lent."""
+        with self._lock:
+            for slot in slots:
+                self._num_readers[slot] -= 1
+                if not self._num_readers[slot]:
+                    del self._num_readers[slot]
+                    if slot in self._freed_later:
+                        self._freed_later.discard(slot)
+                        self._free.append(slot)
+
+    def load(self, keys: Sequence[BlockKey], into: Sequence[memoryview]) -> list[int]:
+        lent = self.lend(keys)
+        for (_, record), buffer in zip(lent, into, strict=False):
+            np.frombuffer(buffer, np.uint8)[: len(record)] = np.frombuffer(record, np.uint8)
+        self.give_back(slot for slot, _ in lent)
+        return [len(record) for _, record in lent]
 
     def store(self, key: BlockKey, record: memoryview, worth: BlockWorth) -> bool:
         """Keep a record; see KVStore. False if it is larger than a slot or not worth what would have to go."""
         with self._lock:
-            if len(record) > self._slot_nbytes or key in self._slots:
+            if len(record) > self._slot_nbytes or key in self._policy:  # held, or being written by another thread
                 return key in self._slots
             for gone in self._policy.add(key, self._slot_nbytes, worth):
                 self._stats.num_evicted += gone != key
@@ -71,8 +101,12 @@ class HostMemoryTier:
                 self._policy.remove(key)
                 return False
             slot = self._free.pop()
-            start = slot * self._slot_nbytes
-            self._arena[start : start + len(record)] = record
+        start = slot * self._slot_nbytes
+        self._arena[start : start + len(record)] = np.frombuffer(record, np.uint8)
+        with self._lock:
+            if key not in self._policy:  # it had to go before it was there
+                self._free.append(slot)
+                return False
             self._slots[key] = slot, len(record)
             self.held.add(key, worth.num_blocks)
             self._stats.stored(len(record))
@@ -92,24 +126,6 @@ class HostMemoryTier:
 
     def close(self) -> None:
         """Keep what there is: the memory goes with the process."""
-
-    def _read(self, key: BlockKey, buffer: memoryview) -> int | None:
-        """Copy a record outside the lock, so that long copies do not keep those who look up waiting."""
-        with self._lock:
-            if key not in self._slots:
-                return None
-            slot, nbytes = self._slots[key]
-            self._num_readers[slot] = self._num_readers.get(slot, 0) + 1
-        start = slot * self._slot_nbytes
-        buffer[:nbytes] = self._arena[start : start + nbytes]
-        with self._lock:
-            self._num_readers[slot] -= 1
-            if not self._num_readers[slot]:
-                del self._num_readers[slot]
-                if slot in self._freed_later:
-                    self._freed_later.discard(slot)
-                    self._free.append(slot)
-        return nbytes
 
     def _free_slot(self, slot: int) -> None:
         if slot in self._num_readers:

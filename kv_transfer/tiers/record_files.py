@@ -4,7 +4,7 @@ A record is written beside its place and renamed into it, so a reader finds a wh
 Nothing is flushed: after a power cut a file may be empty or torn, which the checksum of the record finds. The name says
 what an index needs, so that no file is read to make one:
 
-    FOLDER/v2/LAYOUT_ID/ab/KEY.PARENT.MICROSECONDS.kv     key and parent in hexadecimal, "-" for no parent
+    FOLDER/v3/LAYOUT_ID/ab/KEY.PARENT.MICROSECONDS.kv     key and parent in hexadecimal, "-" for no parent
 """
 
 import errno
@@ -19,6 +19,7 @@ from typing import NamedTuple
 from contracts.kv_store import BlockKey, BlockWorth
 from kv_transfer.chunks.block_record import VERSION
 
+DIRECT_ALIGNMENT = 4096
 _SUFFIX = ".kv"
 _PARTIAL = ".part"
 _READ_AHEAD = 16
@@ -48,10 +49,12 @@ class RecordFiles:
     """The files of records below `folder`, those of one layout and others'.
 
     Errors are OSError, for the caller to judge. A `place` is a path from the folder of this version of records on.
+    `is_direct`: they are read past the system's page cache, where the file system can, into buffers whose address and
+    size are multiples of DIRECT_ALIGNMENT.
     """
 
-    def __init__(self, folder: Path, layout_id: str) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, layout_id: str, is_direct: bool = False) -> None:
+        self.folder, self._is_direct = folder, is_direct
         self._root, self._layout_id = folder / f"v{VERSION}", layout_id
 
     def place(self, key: BlockKey, worth: BlockWorth) -> str:
@@ -126,6 +129,13 @@ class RecordFiles:
         return sorted(path.name for path in paths if not (path.is_dir() and _VERSION.fullmatch(path.name)))
 
     def _open(self, place: str) -> int:
+        if self._is_direct:
+            try:
+                return os.open(self._root / place, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self._is_direct = False  # not on this file system
         file = os.open(self._root / place, os.O_RDONLY | os.O_CLOEXEC)
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_WILLNEED)
         return file

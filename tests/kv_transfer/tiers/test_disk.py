@@ -1,5 +1,6 @@
 """The tier on a real disk: it outlives the process, holds its limit, and survives what disks do."""
 
+import mmap
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 from contracts.errors import Corrupt
 from kv_transfer.chunks.block_record import VERSION, verify
 from kv_transfer.tiers.disk import RETRY_S, DiskTier
+from kv_transfer.tiers.record_files import DIRECT_ALIGNMENT
 from tests.full_disk import small_disk
 from tests.kv_transfer.tiers.block_samples import LAYOUT, RECORD_NBYTES, buffers, bytes_of, key_of, record_of, worth_of
 
@@ -261,3 +263,19 @@ def test_the_size_of_a_file_is_limited(tmp_path: Path):
     )
     subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=60, check=True)
     assert not files_in(tmp_path)
+
+
+def test_a_disk_that_is_read_past_the_page_cache_gives_the_same(tmp_path: Path):
+    """Into buffers that are aligned as such a read wants them; and where the file system can't, as from any disk."""
+    tier = DiskTier(tmp_path, LAYOUT.shared_id.hex(), ROOM, is_direct=True)
+    assert tier.wait_until_indexed(30)
+    for number in range(3):
+        assert tier.store(key_of(number), record_of(number), worth_of(number))
+    size = -(-RECORD_NBYTES // DIRECT_ALIGNMENT) * DIRECT_ALIGNMENT
+    memory = memoryview(mmap.mmap(-1, 3 * size))
+    into = [memory[start : start + size] for start in range(0, 3 * size, size)]
+    sizes = tier.load([key_of(number) for number in range(3)], into)
+    assert [bytes(record[:nbytes]) for record, nbytes in zip(into, sizes, strict=True)] == [
+        bytes(record_of(number)) for number in range(3)
+    ]
+    tier.close()

@@ -91,3 +91,17 @@ def test_a_record_that_is_being_read_is_never_overwritten():
         reader.join()
     assert not faults
     assert tier.stats()["blocks"] <= 4
+
+
+def test_a_record_that_is_lent_stays_until_it_is_given_back():
+    tier = make_tier(2)
+    for number in range(2):
+        tier.store(key_of(number), record_of(number), worth_of(number))
+    lent = tier.lend([key_of(0), key_of(1), key_of(2)])
+    assert [bytes(record) for _, record in lent] == [bytes(record_of(0)), bytes(record_of(1))]
+    tier.evict([key_of(0), key_of(1)])
+    assert not tier.store(key_of(3), record_of(3), worth_of(3))
+    assert [bytes(record) for _, record in lent] == [bytes(record_of(0)), bytes(record_of(1))]
+    tier.give_back(slot for slot, _ in lent)
+    assert tier.store(key_of(3), record_of(3), worth_of(3))
+    assert tier.lend([key_of(0)]) == []
