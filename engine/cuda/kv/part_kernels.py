@@ -27,7 +27,7 @@ class Resharding:
         self._device = self.parts[0].planes.device
         spec = MoveSpec(self._num_planes, self.parts[0].width, checksum=True)
         operation = registry.get("kv_sums", spec)
-        self._is_kernel = registry.resolve("kv_sums", spec).impl.name == "triton"
+        self.is_kernel = registry.resolve("kv_sums", spec).impl.name == "triton"
         self._sums = [[partial(operation, part.planes, offset=part.offset) for part in parts] for parts in self.copies]
         self.verifier = Verifier(self._sums, self._num_planes, num_pages - 1, self._device)
         self.packer = Packer(self.copies, self._sums, registry, narrows)
@@ -53,5 +53,5 @@ class Resharding:
     def warm_up(self) -> None:
         """What has to be compiled, loaded and recorded is, when pages come."""
         self.run_all()
-        if self._is_kernel:
+        if self.is_kernel:
             self.verifier.capture()

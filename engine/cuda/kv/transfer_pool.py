@@ -186,6 +186,11 @@ class DeviceTransferPool:
         if self._written is not None:
             self._written.record()
 
+    def wait_written(self, stream: torch.cuda.Stream) -> None:
+        """Let a stream go on once all is there that prompts write by the last `written`. From any thread."""
+        if self._written is not None:
+            stream.wait_event(self._written)
+
     def checksums_aside(self, pages: SequenceOf[int]) -> DeviceChecksums | PendingChecksums:
         """Return the sums of pages, queued after the last `written` and concurrent with what came since."""
         if self._summing is None or self._written is None:
