@@ -306,7 +306,8 @@ class Scheduler:
                 sequence.lose(sequence.num_computed + ended.num_exact * self._pool.block_size, sequence.accepted_loss)
             sequence.num_computed += ended.num_blocks * self._pool.block_size
             sequence.load_s = ended.seconds
-            self._on_loaded(sequence)
+            if self.waiting or self.loading:  # one of them may share what was loaded
+                self._on_loaded(sequence)  # else once its batch is launched: it takes thousands of tokens 0.5 ms
             self._count_prefix(sequence)
             self.resume(sequence)
 

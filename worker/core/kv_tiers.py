@@ -24,30 +24,37 @@ from engine.cache.load_plan import (
     LoadBudget,
     NewBlock,
     PrefixLoad,
+    TierRate,
     compute_seconds,
     plan_load,
 )
+from engine.cuda.kv.tier_pages import TierPages
 from kv_transfer.tiers.record_codec import RecordCodec
-from worker.core.tier_loader import BlockLoad, TierLoader
+from worker.core.block_load import BlockLoad
+from worker.core.device_saver import DeviceBlockSaver
+from worker.core.fillers import first_guess, make_fillers
+from worker.core.record_check import RecordCheck
+from worker.core.tier_loader import NUM_THREADS, TierLoader
 from worker.core.tier_writer import BlockSaver
 
 _COUNTED = ("loaded_prompts", "missed_prompts", "loaded_blocks", "missed_blocks", "loads_given_up")
+_MAX_REMEMBERED = 1 << 16
 _GAUGES = {"blocks", "bytes", "on", "writable", "foreign_blocks"}
 
 
 class KVTiers:
     """The engine's LowerTiers over `tiers`, the fastest first.
 
-    `pages`: the pool, uint8 `[num_planes, num_blocks, page_nbytes]`; `generations`: see BlockPool. `tokens_per_s`
-    returns how fast prompts are computed, 0.0 while that is unknown. `ring` wakes the engine's thread. `levels`: of
-    compression, that records may be written at.
+    `pages`: the pool, uint8 `[num_planes, num_blocks, page_nbytes]`, or a GPU's; `generations`: see BlockPool.
+    `tokens_per_s` returns how fast prompts are computed, 0.0 while that is unknown. `ring` wakes the engine's thread.
+    `levels`: of compression, that records may be written at.
     """
 
     def __init__(
         self,
         tiers: Sequence[KVStore],
         layout: KVLayout,
-        pages: np.ndarray,
+        pages: np.ndarray | TierPages,
         generations: Sequence[int],
         tokens_per_s: Callable[[], float],
         ring: Callable[[], None],
@@ -60,8 +67,18 @@ class KVTiers:
         self._ended: queue.SimpleQueue[BlockLoad] = queue.SimpleQueue()
         self._counts = Counter(dict.fromkeys(_COUNTED, 0))
         self._load_s = 0.0
-        self._saver = BlockSaver(tiers, layout, pages, generations, self._key, self._block_compute_s, codec)
-        self._loaders = {tier.name: TierLoader(tier, layout, pages, self._on_tier_done, clock, codec) for tier in tiers}
+        self._fastest = tiers[0].name
+        self._came_from_fastest: set[bytes] = set()
+        saved = generations, self._key, self._block_compute_s, codec
+        if isinstance(pages, np.ndarray):
+            self._saver = BlockSaver(tiers, layout, pages, *saved)
+        else:
+            self._saver = DeviceBlockSaver(tiers, layout, pages, *saved)
+        self._loaders: dict[str, TierLoader] = {}
+        for tier in tiers:
+            check, rate = RecordCheck(tier, layout, codec), TierRate(*first_guess(tier.name, pages))
+            fillers = make_fillers(check, rate, pages, NUM_THREADS)
+            self._loaders[tier.name] = TierLoader(check, rate, fillers, self._on_tier_done, clock)
 
     # The engine's thread.
 
@@ -102,6 +119,8 @@ class KVTiers:
         self._counts["missed_blocks"] += len(load.keys) - load.num_done
         self._counts["loaded_prompts" if load.num_done else "missed_prompts"] += 1
         self._load_s += seconds
+        if load.asked == [self._fastest] and len(self._came_from_fastest) < _MAX_REMEMBERED:
+            self._came_from_fastest.update(load.wanted.digests[: load.num_done])
         return EndedLoad(request_id, load.num_done, seconds, load.num_exact)
 
     def seconds_to_deadline(self) -> float | None:
@@ -115,8 +134,14 @@ class KVTiers:
             load.stop()
 
     def offer(self, block: NewBlock) -> None:
-        """Queue a block to be copied out, or drop it; see LowerTiers."""
-        self._saver.offer(block)
+        """Queue a block to be copied out, or drop it; see LowerTiers.
+
+        Not one that the fastest tier has just given: a prompt of thousands of tokens would wait for all their keys.
+        """
+        if block.digest in self._came_from_fastest:
+            self._came_from_fastest.discard(block.digest)
+        else:
+            self._saver.offer(block)
 
     def counters(self) -> dict[str, float]:
         """Return all that counts up, by metric names: `kv_` for all tiers, `kv_host_` and so on for one."""

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 
+import numpy as np
+
 from contracts.errors import ConfigError
 from contracts.kv_store import KVStore
 from contracts.layout import KVLayout
+from engine.cuda.kv.tier_pages import TierPages
 from engine.engine import Engine
-from engine.loader import resolve_device
 from kv_transfer.chunks.block_record import max_record_nbytes
 from kv_transfer.codecs.level import allowed_levels
 from kv_transfer.tiers.disk import DiskTier
@@ -31,34 +33,34 @@ def open_tiers(
     """
     if not (settings.kv_host_gib or settings.kv_disk or settings.kv_store):
         return None
-    if resolve_device(settings.device) != "cpu":
-        raise ConfigError(
-            "kv_host_gib, kv_disk and kv_store keep the KV of workers on the CPU so far: leave them out for a GPU"
-        )
     if len(engine.layout.groups) != 1:
         raise ConfigError(
             f"kv_host_gib, kv_disk and kv_store keep KV of one group of layers, not {engine.layout.groups}"
         )
+    pool = engine.transfer_pool
+    pages = pool if isinstance(pool, np.ndarray) else TierPages(pool)
     tiers: list[KVStore] = []
     if settings.kv_host_gib:
-        tiers.append(_host_tier(settings.kv_host_gib, engine.layout))
+        tiers.append(_host_tier(settings.kv_host_gib, engine.layout, pages))
     if settings.kv_disk:
         name = settings.worker_id.lstrip(".")
         folder, num_folders = settings.kv_disk / (name or settings.role), 1 if name else MAX_NAMELESS
         nbytes, layout_id = int(settings.kv_disk_gib * GIB), engine.layout.shared_id.hex()
-        block_size = engine.layout.block_size
-        tiers.append(DiskTier(folder, layout_id, nbytes, num_folders=num_folders, block_size=block_size))
+        block_size, is_direct = engine.layout.block_size, isinstance(pages, TierPages)
+        tiers.append(
+            DiskTier(folder, layout_id, nbytes, num_folders=num_folders, block_size=block_size, is_direct=is_direct)
+        )
     if settings.kv_store:
         tiers.append(open_remote_store(settings.kv_store, engine.layout.block_size))
     levels = allowed_levels(settings.kv_codec)
-    pool, generations = engine.pool_bytes, engine.pool.generations
-    return KVTiers(tiers, engine.layout, pool, generations, tokens_per_s, wake, levels=levels)
+    return KVTiers(tiers, engine.layout, pages, engine.pool.generations, tokens_per_s, wake, levels=levels)
 
 
-def _host_tier(gib: float, layout: KVLayout) -> HostMemoryTier:
+def _host_tier(gib: float, layout: KVLayout, pages: np.ndarray | TierPages) -> HostMemoryTier:
     nbytes, slot_nbytes, available = int(gib * GIB), max_record_nbytes(layout), available_nbytes()
     if nbytes < slot_nbytes:
         raise ConfigError(f"kv_host_gib is {gib}; one block takes {slot_nbytes / GIB:.6f} GiB: raise it")
     if nbytes > available:
         raise ConfigError(f"kv_host_gib is {gib}; {available / GIB:.1f} GiB are available: lower it")
-    return HostMemoryTier(nbytes, slot_nbytes, block_size=layout.block_size)
+    allocate = pages.pinned if isinstance(pages, TierPages) else None
+    return HostMemoryTier(nbytes, slot_nbytes, allocate, block_size=layout.block_size)

@@ -39,15 +39,59 @@ class QueuedRecord:
     lossy_key: BlockKey | None
 
 
+class RecordKeeper:
+    """One tier and its records: compressed if the tier takes bytes so slowly that it pays; memory never does."""
+
+    def __init__(self, tier: KVStore, codec: RecordCodec) -> None:
+        self.tier = tier
+        self._codec, self._rate = codec, WriteRate()
+        self._compressed = Counter(dict.fromkeys(("compressed_blocks", "compressed_raw_bytes", "compressed_bytes"), 0))
+        self._levels: set[str] = set()
+
+    def may_want(self, key: BlockKey) -> bool:
+        """Return whether it is on and lacks a record; one that takes a while to say so may."""
+        return self.tier.is_on and not (self.tier.is_local and self.tier.lookup([key]))
+
+    def keep(self, key: BlockKey, record: memoryview, worth: BlockWorth, lossy_key: BlockKey | None) -> None:
+        """Keep a record, unless another worker has sent it. `lossy_key`: see QueuedRecord."""
+        if not self.tier.is_local and self.tier.lookup([key]):
+            self.tier.held.add(key, worth.num_blocks)
+            return
+        level = ""
+        if self.tier.name != "host":
+            level = self._codec.choose(record, self._rate.nbytes_per_s, lossy_key is not None)
+        if level:
+            small_key = lossy_key if loss_of(level) and lossy_key is not None else key
+            if small_key != key and self.tier.lookup([small_key]):
+                return
+            small = self._codec.compress(record, key, level, small_key)
+            if small is not None:
+                self._count_compressed(level, len(record), len(small))
+                key, record = small_key, small
+        start_s = time.perf_counter()
+        if self.tier.store(key, record, worth):
+            self._rate.add(len(record), time.perf_counter() - start_s)
+
+    def counters(self) -> dict[str, float]:
+        """Return what counts up, by metric names without a prefix."""
+        return {name: float(n) for name, n in self._compressed.items()}
+
+    def _count_compressed(self, level: str, nbytes: int, small_nbytes: int) -> None:
+        self._compressed["compressed_blocks"] += 1
+        self._compressed["compressed_raw_bytes"] += nbytes
+        self._compressed["compressed_bytes"] += small_nbytes
+        if level not in self._levels:
+            self._levels.add(level)
+            name, rate = self.tier.name, 8 * self._rate.nbytes_per_s / 1e6
+            _log.info("KV for the %s tier is compressed, level %s: it takes %.0f Mbit/s", name, level, rate)
+
+
 class TierWriter:
     """The queue of records for one tier, and the thread that keeps them."""
 
     def __init__(self, tier: KVStore, codec: RecordCodec) -> None:
-        self.tier = tier
+        self.keeper = RecordKeeper(tier, codec)
         self.num_dropped = 0
-        self._codec, self._rate = codec, WriteRate()
-        self._compressed = Counter(dict.fromkeys(("compressed_blocks", "compressed_raw_bytes", "compressed_bytes"), 0))
-        self._levels: set[str] = set()
         self._queue: queue.SimpleQueue[QueuedRecord | None] = queue.SimpleQueue()
         self._nbytes = 0
         self._lock = threading.Lock()
@@ -76,42 +120,13 @@ class TierWriter:
 
     def counters(self) -> dict[str, float]:
         """Return what counts up, by metric names without a prefix."""
-        return {"dropped_blocks": float(self.num_dropped)} | {name: float(n) for name, n in self._compressed.items()}
+        return {"dropped_blocks": float(self.num_dropped)} | self.keeper.counters()
 
     def _run(self) -> None:
         while (queued := self._queue.get()) is not None:
-            if self.tier.is_local or not self.tier.lookup([queued.key]):
-                self._store(queued)
-            else:  # another worker has sent it
-                self.tier.held.add(queued.key, queued.worth.num_blocks)
+            self.keeper.keep(queued.key, memoryview(queued.record), queued.worth, queued.lossy_key)
             with self._lock:
                 self._nbytes -= len(queued.record)
-
-    def _store(self, queued: QueuedRecord) -> None:
-        """Keep a record, compressed if the tier takes bytes so slowly that it pays; memory never does."""
-        key, record, level = queued.key, memoryview(queued.record), ""
-        if self.tier.name != "host":
-            level = self._codec.choose(record, self._rate.nbytes_per_s, queued.lossy_key is not None)
-        if level:
-            small_key = queued.lossy_key if loss_of(level) and queued.lossy_key is not None else key
-            if small_key != key and self.tier.lookup([small_key]):
-                return
-            small = self._codec.compress(record, key, level, small_key)
-            if small is not None:
-                self._count_compressed(level, len(record), len(small))
-                key, record = small_key, small
-        start_s = time.perf_counter()
-        if self.tier.store(key, record, queued.worth):
-            self._rate.add(len(record), time.perf_counter() - start_s)
-
-    def _count_compressed(self, level: str, nbytes: int, small_nbytes: int) -> None:
-        self._compressed["compressed_blocks"] += 1
-        self._compressed["compressed_raw_bytes"] += nbytes
-        self._compressed["compressed_bytes"] += small_nbytes
-        if level not in self._levels:
-            self._levels.add(level)
-            name, rate = self.tier.name, 8 * self._rate.nbytes_per_s / 1e6
-            _log.info("KV for the %s tier is compressed, level %s: it takes %.0f Mbit/s", name, level, rate)
 
 
 class BlockSaver:
@@ -154,7 +169,7 @@ class BlockSaver:
 
     def counters(self) -> dict[str, float]:
         """Return what counts up, by metric names without `kv_`."""
-        own = {f"{w.tier.name}_{name}": value for w in self._writers for name, value in w.counters().items()}
+        own = {f"{w.keeper.tier.name}_{name}": value for w in self._writers for name, value in w.counters().items()}
         return own | {name: float(value) for name, value in sorted(self._counts.items())}
 
     def close(self) -> None:
@@ -175,7 +190,7 @@ class BlockSaver:
     def _save(self, block: NewBlock, buffer: memoryview) -> None:
         """Copy a block out of the pool for the tiers that do not have it, unless it is being overwritten."""
         key = self._key_of(block.digest)
-        writers = [w for w in self._writers if w.tier.is_on and not (w.tier.is_local and w.tier.lookup([key]))]
+        writers = [writer for writer in self._writers if writer.keeper.may_want(key)]
         if not writers:
             return
         nbytes = self._layout.block_nbytes
@@ -189,12 +204,18 @@ class BlockSaver:
         parent = None if block.parent is None else self._key_of(block.parent)
         num_blocks = block.first_token // self._layout.block_size + 1
         worth = BlockWorth(compute_s=self._compute_s(block.first_token), parent=parent, num_blocks=num_blocks)
-        # The first block of a prompt keeps every bit, and what has lost something loses no more.
-        may_lose = self._loss and parent is not None and not block.loss
-        lossy_key = self._key_of(inexact_digest(block.digest, self._loss)) if may_lose else None
-        queued = QueuedRecord(key, bytes(record), worth, lossy_key)
+        queued = QueuedRecord(key, bytes(record), worth, lossy_key_of(block, self._loss, self._key_of))
         for writer in writers:
             writer.put(queued)
+
+
+def lossy_key_of(block: NewBlock, loss: str, key_of: Callable[[bytes], BlockKey]) -> BlockKey | None:
+    """Return the key of a block once it has suffered a loss that its worker takes; None if it may lose nothing.
+
+    The first block of a prompt keeps every bit, and what has lost something loses no more.
+    """
+    may_lose = loss and block.parent is not None and not block.loss
+    return key_of(inexact_digest(block.digest, loss)) if may_lose else None
 
 
 def join(thread: threading.Thread) -> None:

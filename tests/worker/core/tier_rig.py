@@ -62,8 +62,8 @@ def host(engine: Engine) -> HostMemoryTier:
     return HostMemoryTier(200 * nbytes, nbytes)
 
 
-def disk(engine: Engine, folder: Path) -> DiskTier:
-    tier = DiskTier(folder, engine.layout.shared_id.hex(), 1 << 30)
+def disk(engine: Engine, folder: Path, is_direct: bool = False) -> DiskTier:
+    tier = DiskTier(folder, engine.layout.shared_id.hex(), 1 << 30, is_direct=is_direct)
     assert tier.wait_until_indexed(30)
     return tier
 
