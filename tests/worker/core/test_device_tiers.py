@@ -23,6 +23,7 @@ from tests.engine.device_engines import FUSIBLE, device_engine, engine_of
 from tests.engine.driving import greedy, random_prompts, request
 from tests.engine.tiny_models import VOCAB, save_tiny
 from tests.kv_transfer.tiers.block_samples import RECORD_NBYTES, buffers, key_of, record_of, worth_of
+from tests.worker.core.test_tier_compression import slow_store
 from tests.worker.core.tier_rig import SLOW, answer, cached_tokens, disk, settled
 from worker.core.fillers import aligned_nbytes
 from worker.core.kv_tiers import KVTiers
@@ -315,3 +316,24 @@ def test_a_reader_gives_records_in_order_up_to_the_first_that_is_missing(num_hel
 
 def test_buffers_for_reads_past_the_page_cache_are_aligned():
     assert [aligned_nbytes(nbytes) for nbytes in (1, 4096, 4097)] == [4096, 4096, 8192]
+
+
+def test_records_that_lost_something_come_to_a_gpu_only_for_who_takes_that(
+    folder: Path, tmp_path: Path, answers: dict[str, list[list[int]]], monkeypatch: pytest.MonkeyPatch
+):
+    """A store that is slow has them at a level; whoever names it gets them, and nobody else."""
+    engine = small_device_engine(folder)
+    tiers = join_device(engine, slow_store(f"file://{tmp_path}", monkeypatch), levels=["lossless", "4bit"])
+    for index, prompt in enumerate(PROMPTS):
+        cached_tokens(engine, prompt, f"first {index}", "4bit")
+        settled(tiers)
+    assert tiers.counters()["kv_store_compressed_blocks"] > 0
+    found = [cached_tokens(engine, prompt, f"lossy {index}", "4bit")[0] for index, prompt in enumerate(PROMPTS)]
+    settled(tiers)
+    assert found == [(len(prompt) - 1) // 64 * 64 for prompt in PROMPTS]
+    for index, prompt in enumerate(PROMPTS):
+        num_cached, tokens = cached_tokens(engine, prompt, f"exact {index}")
+        assert tokens == answers["cpu"][index] and num_cached < found[index]
+        settled(tiers)
+    assert tiers.counters()["kv_store_refused_blocks"] == 0
+    tiers.close()
