@@ -1,4 +1,4 @@
-"""The benchmark of tiers below a GPU's KV cache: first tokens from memory and disk, and what running answers notice.
+"""The benchmark of tiers below a GPU's KV cache.
 
 `python -m bench.engine.gpu_kv_tiers [--out FILE] [--folder DIR] [--prompt 8192] [--long 32768]`
 
@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bench.engine.gpu import load, settled
+from bench.engine.gpu import load, settled, shown
 from bench.report.result import ResultRow, write_result
 from contracts.ids import RequestId
 from contracts.kv_store import KVStore
@@ -36,6 +36,7 @@ from contracts.sampling import SamplingParams
 from engine.cuda.kv.tier_pages import TierPages
 from engine.engine import Engine
 from engine.messages import EngineRequest, StepOutput
+from engine.sequence import Sequence as EngineSequence
 from kernels import caps
 from kv_transfer.chunks.block_record import VERSION, max_record_nbytes
 from kv_transfer.tiers.disk import DiskTier
@@ -51,8 +52,7 @@ NUM_ANSWERS, CONTEXT = 32, 1024
 NUM_PROMPTS, NUM_COMPUTED, STEPS_BETWEEN, ROUNDS = 20, 4, 12, 4
 READERS = 16
 MOST_GAP, MOST_TTFT_MS, LEAST_DISK_SHARE = 1.05, 18.0, 0.8
-_log = logging.getLogger(__name__)
-_random = np.random.default_rng(7)
+_log, _random = logging.getLogger(__name__), np.random.default_rng(7)
 
 
 def main() -> None:
@@ -68,14 +68,8 @@ def main() -> None:
     parser.add_argument("--host-gib", type=float, default=24.0)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     args = parser.parse_args()
-    engine = load(
-        "float8",
-        args.model,
-        prefix_cache=True,
-        kv_cache_nbytes=int(args.pool_gib * GIB),
-        max_model_len=args.long + 128,
-        max_mixed_tokens=1024,
-    )
+    sizes = {"kv_cache_nbytes": int(args.pool_gib * GIB), "max_model_len": args.long + 128, "max_mixed_tokens": 1024}
+    engine = load("float8", args.model, prefix_cache=True, **sizes)
     with settled(engine), tempfile.TemporaryDirectory(dir=args.folder) as folder:
         run = GpuTiersRun(engine, Path(folder), args.host_gib)
         with closing(run):
@@ -139,7 +133,7 @@ class GpuTiersRun:
         return output
 
     def answer(self, prompt: Sequence[int], max_tokens: int = 1) -> tuple[float, int, float, list[int]]:
-        """Return the seconds to the first token, the tokens that were not computed, the load's seconds, the tokens."""
+        """Return seconds to the first token, tokens that were cached, seconds of the load, the tokens."""
         begin = time.perf_counter()
         request_id = self.submit(prompt, max_tokens)
         ttft_s, num_cached, load_s, tokens = 0.0, 0, 0.0, list[int]()
@@ -240,7 +234,7 @@ class GpuTiersRun:
             )
             for name, values in loads.items()
         ]  # fmt: skip
-        return _shown(rows)
+        return [shown(row) for row in rows]
 
     def pinned_rate(self) -> float:
         """Return bytes a second of one large copy from page-locked memory."""
@@ -256,7 +250,7 @@ class GpuTiersRun:
         return len(memory) / statistics.median(taken)
 
     def gaps(self, length: int, rounds: int) -> list[ResultRow]:
-        """Measure the gaps of running answers beside prompts that are hit, loaded, computed, computed and saved."""
+        """Measure the gaps of running answers beside prompts that are hit, loaded, computed, or saved."""
         self.use(self.host)
         prompts = [random_tokens(length + NEW_TURN) for _ in range(NUM_PROMPTS)]
         for prompt in prompts:
@@ -302,7 +296,7 @@ class GpuTiersRun:
                         peer_value=float(np.quantile(found[peer], quantile)) * 1e3 if peer else None,
                     )
                 )  # fmt: skip
-        return _shown(rows)
+        return [shown(row) for row in rows]
 
     def run_beside(
         self, prompts: Sequence[Sequence[int]], tiers: KVTiers | None, steps_between: int = STEPS_BETWEEN
@@ -351,18 +345,21 @@ class GpuTiersRun:
             "disk GB/s by turns: %s", {name: [round(rate / 1e9, 2) for rate in found] for name, found in rates.items()}
         )
         disk = statistics.median(rates["disk"])
-        return _shown(
-            [
-                ResultRow("rate of a load", statistics.median(rates["load"]) / 1e9, "GB/s",
-                          {"tokens": length, "from": "disk", "at least": f"{LEAST_DISK_SHARE} x"},
-                          limit=disk / 1e9, peer="threads that read the same files", peer_value=disk / 1e9),
-                ResultRow("first token", statistics.median(ttft) * 1e3, "ms", {"tokens": length, "from": "disk"},
-                          peer="computing it", peer_value=computing_s * 1e3),
-            ]
-        )  # fmt: skip
+        rows = [
+            ResultRow(
+                "rate of a load", statistics.median(rates["load"]) / 1e9, "GB/s",
+                {"tokens": length, "from": "disk", "at least": f"{LEAST_DISK_SHARE} x"},
+                limit=disk / 1e9, peer="threads that read the same files", peer_value=disk / 1e9,
+            ),
+            ResultRow(
+                "first token", statistics.median(ttft) * 1e3, "ms", {"tokens": length, "from": "disk"},
+                peer="computing it", peer_value=computing_s * 1e3,
+            ),
+        ]  # fmt: skip
+        return [shown(row) for row in rows]
 
     def raw_rate(self, prompt: Sequence[int]) -> float:
-        """Return bytes a second of threads that read a prompt's records past the page cache, and do nothing else."""
+        """Return bytes a second of threads that only read a prompt's records, past the page cache."""
         keys = [self.disk._key(digest) for digest in _digests(self.engine, prompt)]
         places = [
             self.folder / f"v{VERSION}" / self.disk_tier._places[key] for key in keys if key in self.disk_tier._places
@@ -392,19 +389,9 @@ def random_tokens(count: int) -> list[int]:
 
 
 def _digests(engine: Engine, prompt: Sequence[int]) -> list[bytes]:
-    from engine.sequence import Sequence as EngineSequence
-
     size = engine.layout.block_size
     sampling = SamplingParams(max_tokens=1, seed=0)
     return EngineSequence(RequestId("digests"), list(prompt), sampling).extend_digests(size, (len(prompt) - 1) // size)
-
-
-def _shown(rows: Sequence[ResultRow]) -> list[ResultRow]:
-    for row in rows:
-        peer = f"; {row.peer}: {row.peer_value:.4g}" if row.peer_value else ""
-        limit = f" (limit {row.limit:.4g})" if row.limit else ""
-        _log.info("%s %s %.4g %s%s%s", row.name, dict(row.params), row.value, row.unit, limit, peer)
-    return list(rows)
 
 
 if __name__ == "__main__":

@@ -60,9 +60,9 @@ class BlockFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StatedBlock(msgspec.Struct, frozen=True):
-    """A block whose record is right but for the payload, uint8: its pages are yet to be compared with `sums`, uint32.
+    """A block whose record is right, and whose payload is yet to be compared.
 
-    `sums` is None where the payload is right as well.
+    `sums`, uint32: what the checksums of the pages in `payload`, uint8, should be; None where the payload is right too.
     """
 
     facts: BlockFacts
@@ -171,7 +171,9 @@ def verify(record: memoryview, key: BlockKey, layout: KVLayout, group: int = 0) 
 
 
 def read_stated(record: memoryview, key: BlockKey, layout: KVLayout, group: int = 0) -> StatedBlock:
-    """Return the block in a record, if all but the pages that a device will sum up is right; raises as `verify` does.
+    """Return the block in a record whose pages a device will sum up, if all else is right.
+
+    Raises as `verify` does.
 
     `key`, and the checksum behind it, stand first: what is not what was written has no other field to be named.
     """

@@ -1,4 +1,7 @@
-"""The checksums of pages, computed on the host as a GPU computes them (kernels.reference.move.checksums)."""
+"""The checksums of pages, computed on the host as a GPU computes them.
+
+See kernels.reference.move.checksums.
+"""
 
 import numpy as np
 

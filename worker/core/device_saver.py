@@ -1,4 +1,6 @@
-"""The way of new blocks down from a GPU: each tier's thread copies what it lacks, as fast as the tier takes it.
+"""The way of new blocks down from a GPU.
+
+Each tier's thread copies what the tier lacks, as fast as it takes that.
 
 Blocks wait in the pool, not in copies of them: one that is overwritten before its turn is not kept.
 """
@@ -128,7 +130,10 @@ class DeviceTierSaver:
 
 
 class DeviceBlockSaver:
-    """The threads that copy new blocks out of a GPU's pool, one for each tier; see BlockSaver for what it takes."""
+    """The threads that copy new blocks out of a GPU's pool, one for each tier.
+
+    See BlockSaver for what it takes.
+    """
 
     def __init__(
         self,

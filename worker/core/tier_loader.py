@@ -27,7 +27,10 @@ class BlockFiller(Protocol):
     """The way of one thread from a tier's records into the pool's pages."""
 
     def fill(self, load: BlockLoad, keys: Sequence[BlockKey]) -> None:
-        """Fill the next blocks, of these keys, as far as they are here, right, and in time; `num_done` says how far."""
+        """Fill the next blocks, of these keys, as far as they are here, right, and in time.
+
+        The load's `num_done` says how far.
+        """
         ...
 
     def close(self) -> None:

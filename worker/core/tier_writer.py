@@ -40,7 +40,10 @@ class QueuedRecord:
 
 
 class RecordKeeper:
-    """One tier and its records: compressed if the tier takes bytes so slowly that it pays; memory never does."""
+    """One tier and its records.
+
+    They are compressed if the tier takes bytes so slowly that it pays; memory never does.
+    """
 
     def __init__(self, tier: KVStore, codec: RecordCodec) -> None:
         self.tier = tier
@@ -210,9 +213,9 @@ class BlockSaver:
 
 
 def lossy_key_of(block: NewBlock, loss: str, key_of: Callable[[bytes], BlockKey]) -> BlockKey | None:
-    """Return the key of a block once it has suffered a loss that its worker takes; None if it may lose nothing.
+    """Return the key of a block once it has suffered a loss that its worker takes.
 
-    The first block of a prompt keeps every bit, and what has lost something loses no more.
+    None if it may lose nothing: the first block of a prompt keeps every bit, and what has lost something loses no more.
     """
     may_lose = loss and block.parent is not None and not block.loss
     return key_of(inexact_digest(block.digest, loss)) if may_lose else None

@@ -87,7 +87,7 @@ class PageLane:
 
     @torch.inference_mode()
     def fetch(self, blocks: Sequence[int], into: Sequence[np.ndarray]) -> None:
-        """Launch copies of blocks to the host, and their checksums, behind what has been launched to compute them."""
+        """Launch copies of blocks to the host, and their checksums, behind what computes them."""
         with self._aside():
             if self._stream is not None:
                 self._pool.wait_written(self._stream)
