@@ -18,8 +18,8 @@ MAX_CONNECTIONS = 32
 class RedisConnections:
     """Connections of redis-py without its client.
 
-    The client's layers (pool, retries, timeouts, measuring) take 70 of the 100 µs of CPU of a call, and a request makes
-    three. Owned by the event loop.
+    Its layers (pool, retries, timeouts, measuring) cost more than the call, and a request makes three. Owned by
+    the event loop.
     """
 
     def __init__(self, url: str) -> None:
