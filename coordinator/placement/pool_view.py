@@ -145,10 +145,16 @@ class PoolView:
         for worker in islice(self._with_tiers(tiers, exclude), SHORTLIST):
             found.setdefault(worker.worker_id, worker.candidate)
         those = [self._as_of(found[worker_id], now_ms) for worker_id in sorted(found)]
-        if not (holders or tiers):
+        if not (tiers or (holders and any(self._pulls(candidate) for candidate in those))):
             return those
         sources = self._givers(holders)
-        return [self._with_held(candidate, sources, tiers, num_tokens) for candidate in those]
+        # Those of the role decode seldom compute a prompt.
+        decode = WorkerRole.DECODE
+        return [c if c.role is decode else self._with_held(c, sources, tiers, num_tokens) for c in those]
+
+    def _pulls(self, candidate: Candidate) -> bool:
+        """Return whether a worker can be given KV by another one: those on a GPU can not."""
+        return self._workers[candidate.worker_id].info.ways.memory == "host"
 
     def source(self, prefill: Candidate, holders: Mapping[str, Holder]) -> WorkerRef | None:
         """Return the worker that seems to hold the most of a prompt beyond what `prefill` holds.
@@ -191,7 +197,7 @@ class PoolView:
             for speed in worker.load.tiers
             if (depth := (shared if speed.tier == SHARED_TIER else own).get(speed.tier, 0)) and speed.tokens_per_s > 0
         ]
-        source = _source_of(candidate, sources) if worker.info.ways.memory == "host" else None
+        source = _source_of(candidate, sources) if self._pulls(candidate) else None
         if source is not None and source[0] * BLOCK_TOKENS > candidate.cached_tokens:
             num_held = min(source[0] * BLOCK_TOKENS, num_tokens - 1)
             # A link whose speed nobody has measured may not be there when it is needed.
