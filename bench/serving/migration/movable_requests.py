@@ -18,6 +18,7 @@ from bench.load.client import VOCABULARY, random_prompt
 
 PROMPT_TOKENS = (40, 90, 150)
 QUIET_S = 120.0
+REFUSED, REFUSED_S, REFUSED_PERIOD_S = "HTTP 503", 60.0, 0.5
 TOLERANCE = 2e-3
 """How far apart log-probabilities may be: batches of other sizes add up in another order."""
 SCHEMA = {"type": "array", "items": {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}}
@@ -129,7 +130,18 @@ def stopped(request: MovableRequest, reply: StreamedReply) -> MovableRequest:
 
 
 async def stream_reply(http: aiohttp.ClientSession, url: str, request: MovableRequest) -> StreamedReply:
-    """Ask and keep what comes. It always ends, and a fault is in the reply."""
+    """Ask and keep what comes. It always ends, and a fault is in the reply.
+
+    What is refused for the moment is asked again: the process for grammars, or a service that was killed, may not be
+    there yet.
+    """
+    until = time.monotonic() + REFUSED_S
+    while (reply := await _stream(http, url, request)).error.startswith(REFUSED) and time.monotonic() < until:
+        await asyncio.sleep(REFUSED_PERIOD_S)
+    return reply
+
+
+async def _stream(http: aiohttp.ClientSession, url: str, request: MovableRequest) -> StreamedReply:
     reply = StreamedReply(request, [ChoiceTokens() for _ in range(request.num_choices)])
     loop = asyncio.get_running_loop()
     try:
