@@ -9,15 +9,17 @@ preemption; `kills` kills and freezes each service at each point of a move.
 
 import argparse
 import asyncio
+import json
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from tokenizers import decoders
 
 from bench.load.client import VOCABULARY
-from bench.models.model_folder import TINY, write_folder
+from bench.models.model_folder import TINY, wide_tokenizer, write_folder
 from bench.report.result import ResultRow, write_result
 from bench.serving.migration import moves
 from bench.serving.migration.drain import measure_drains
@@ -43,7 +45,7 @@ def main(arguments: list[str]) -> int:
         folder, right = Path(name), list[StreamedReply]()
         settings, vocabulary = SETTINGS, VOCABULARY
         if args.small_model:
-            write_folder(folder / "model", TINY, torch.device("cpu"))
+            _write_small_model(folder / "model")
             settings, vocabulary = SETTINGS | {"TANDEM_MODEL": str(folder / "model")}, TINY.vocab_size
         if {"moves", "kills"} & set(args.parts):
             count, num_tokens = args.requests, args.tokens
@@ -89,6 +91,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--machine", default="quiet", help="what else it does, for the result file")
     parser.add_argument("--out", type=Path)
     return parser
+
+
+def _write_small_model(folder: Path) -> None:
+    """Write a model with random weights, whose tokenizer is one that grammars can be compiled for."""
+    write_folder(folder, TINY, torch.device("cpu"))
+    tokenizer = wide_tokenizer(TINY.vocab_size)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": 1}), "utf-8")
 
 
 async def _moves(
