@@ -12,13 +12,13 @@ from process.sockets import free_port
 from testing.paced_proxy import PacedProxy
 from tests.waiting import until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # it starts four systems, one after the other
 
 SLOW, FAST = 6e6, 1e9
 """Bytes a second of the network to decode: of KV and of everything else."""
 DECODE_HOST = "127.0.0.2"
 DEADLINE_S = 120.0
-NUM_PROMPTS, MAX_TOKENS = 3, 16
+NUM_PROMPTS, MAX_TOKENS = 2, 16
 PLAIN = {"TANDEM_DTYPE": "float32", "TANDEM_NUM_THREADS": "1", "TANDEM_TRANSFER": "tcp", "TANDEM_KV_CACHE_MIB": "256"}
 
 
