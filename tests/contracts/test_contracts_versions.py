@@ -10,24 +10,24 @@ from contracts.node import NodeInfo, NodeLoad
 from contracts.request import Cancel, Job, JobMessage, Route, WorkerRef
 from contracts.sampling import SamplingParams
 
+CHUNK = (
+    "request_id",
+    "epoch",
+    "index",
+    "first_token",
+    "num_tokens",
+    "layout_id",
+    "nbytes",
+    "checksum",
+    "group",
+)
 FIELDS = {
     "offer": ("request_id", "epoch", "num_tokens", "layout_id"),
     "grant": ("request_id", "epoch", "pages", "skip_tokens"),
     "wait": ("request_id", "epoch", "reason"),
     "refuse": ("request_id", "epoch", "code", "reason"),
-    "chunk": ("request_id", "epoch", "index", "first_token", "num_tokens", "layout_id", "nbytes", "checksum", "group"),
-    "pull": (
-        "request_id",
-        "epoch",
-        "index",
-        "first_token",
-        "num_tokens",
-        "layout_id",
-        "nbytes",
-        "checksum",
-        "group",
-        "pages",
-    ),
+    "chunk": (*CHUNK, "loss"),
+    "pull": (*CHUNK, "loss", "pages"),
     "fin": ("request_id", "epoch", "num_chunks", "first", "cached_tokens"),
     "commit": ("request_id", "epoch", "num_chunks", "nbytes"),
     "abort": ("request_id", "epoch", "code", "reason"),
