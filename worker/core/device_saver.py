@@ -9,18 +9,18 @@ import logging
 import queue
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from contracts.errors import TransferError
-from contracts.kv_store import BlockKey, BlockWorth, KVStore
+from contracts.kv_store import KVStore
 from contracts.layout import KVLayout
 from engine.cache.load_plan import NewBlock
 from engine.cuda.kv.tier_pages import TierPages
 from kv_transfer.chunks.block_record import begin_record, facts_of, seal_record, summed_payload_offset
 from kv_transfer.tiers.record_codec import RecordCodec
-from worker.core.tier_writer import RecordKeeper, join, lossy_key_of
+from worker.core.tier_writer import BlockNaming, RecordKeeper, join
 
 MAX_WAITING_BLOCKS = 16384
 COPIED_AT_ONCE = 2
@@ -37,15 +37,12 @@ class DeviceTierSaver:
         layout: KVLayout,
         pages: TierPages,
         generations: Sequence[int],
-        key_of: Callable[[bytes], BlockKey],
-        compute_s: Callable[[int], float],
-        loss: str,
+        naming: BlockNaming,
     ) -> None:
-        self.keeper, self._loss = keeper, loss
+        self.keeper, self._naming = keeper, naming
         self.counts = Counter(dict.fromkeys(("dropped_blocks", "overwritten_blocks"), 0))
         self._layout, self._pages, self._generations = layout, pages, generations
-        self._key_of, self._compute_s = key_of, compute_s
-        self._offset = summed_payload_offset(key_of(bytes(16)), layout)
+        self._offset = summed_payload_offset(naming.key_of(bytes(16)), layout)
         nbytes = self._offset + layout.block_nbytes
         memory = pages.pinned(COPIED_AT_ONCE * nbytes)
         self._records = [memory[start : start + nbytes] for start in range(0, len(memory), nbytes)]
@@ -96,7 +93,7 @@ class DeviceTierSaver:
         return batch
 
     def _is_wanted(self, block: NewBlock) -> bool:
-        return self._is_there(block) and self.keeper.may_want(self._key_of(block.digest))
+        return self._is_there(block) and self.keeper.may_want(self._naming.key(block))
 
     def _is_there(self, block: NewBlock) -> bool:
         """Return whether the block has not been given to somebody else."""
@@ -117,16 +114,12 @@ class DeviceTierSaver:
 
     def _keep(self, block: NewBlock, buffer: memoryview, sums: np.ndarray) -> None:
         """Make a record around a payload, and keep it."""
-        key, nbytes = self._key_of(block.digest), self._layout.block_nbytes
+        key, nbytes = self._naming.key(block), self._layout.block_nbytes
         facts = facts_of(
             key, self._layout, raw_nbytes=nbytes, stored_nbytes=nbytes, plane_sums=sums.astype("<u4").tobytes()
         )
         begin_record(facts, buffer)
-        parent = None if block.parent is None else self._key_of(block.parent)
-        num_blocks = block.first_token // self._layout.block_size + 1
-        worth = BlockWorth(compute_s=self._compute_s(block.first_token), parent=parent, num_blocks=num_blocks)
-        lossy_key = lossy_key_of(block, self._loss, self._key_of)
-        self.keeper.keep(key, seal_record(facts, buffer), worth, lossy_key)
+        self.keeper.keep(key, seal_record(facts, buffer), self._naming.worth(block), self._naming.lossy_key(block))
 
 
 class DeviceBlockSaver:
@@ -141,11 +134,10 @@ class DeviceBlockSaver:
         layout: KVLayout,
         pages: TierPages,
         generations: Sequence[int],
-        key_of: Callable[[bytes], BlockKey],
-        compute_s: Callable[[int], float],
+        naming: BlockNaming,
         codec: RecordCodec,
     ) -> None:
-        facts = layout, pages, generations, key_of, compute_s, codec.accepted_loss
+        facts = layout, pages, generations, naming
         self._savers = [DeviceTierSaver(RecordKeeper(tier, codec), *facts) for tier in tiers]
 
     def offer(self, block: NewBlock) -> None:

@@ -35,7 +35,7 @@ from worker.core.device_saver import DeviceBlockSaver
 from worker.core.fillers import first_guess, make_fillers
 from worker.core.record_check import RecordCheck
 from worker.core.tier_loader import NUM_THREADS, TierLoader
-from worker.core.tier_writer import BlockSaver
+from worker.core.tier_writer import BlockNaming, BlockSaver
 
 _COUNTED = ("loaded_prompts", "missed_prompts", "loaded_blocks", "missed_blocks", "loads_given_up")
 _MAX_REMEMBERED = 1 << 16
@@ -69,7 +69,8 @@ class KVTiers:
         self._load_s = 0.0
         self._fastest = tiers[0].name
         self._came_from_fastest: set[bytes] = set()
-        saved = generations, self._key, self._block_compute_s, codec
+        naming = BlockNaming(layout.block_size, self._key, self._block_compute_s, codec.accepted_loss)
+        saved = generations, naming, codec
         if isinstance(pages, np.ndarray):
             self._saver = BlockSaver(tiers, layout, pages, *saved)
         else:

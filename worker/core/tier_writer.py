@@ -39,6 +39,37 @@ class QueuedRecord:
     lossy_key: BlockKey | None
 
 
+@dataclass(frozen=True)
+class BlockNaming:
+    """What tiers are told of a block beside its bytes.
+
+    `key_of` and `compute_s` return the key of a digest, and the seconds that the block at a token takes. `loss`: what
+    this worker's KV may lose on its way to slow tiers, see RecordCodec.
+    """
+
+    block_size: int
+    key_of: Callable[[bytes], BlockKey]
+    compute_s: Callable[[int], float]
+    loss: str
+
+    def key(self, block: NewBlock) -> BlockKey:
+        return self.key_of(block.digest)
+
+    def worth(self, block: NewBlock) -> BlockWorth:
+        parent = None if block.parent is None else self.key_of(block.parent)
+        num_blocks = block.first_token // self.block_size + 1
+        return BlockWorth(compute_s=self.compute_s(block.first_token), parent=parent, num_blocks=num_blocks)
+
+    def lossy_key(self, block: NewBlock) -> BlockKey | None:
+        """Return the key of a block once it has suffered the loss that its worker takes.
+
+        None if it may lose nothing: the first block of a prompt keeps every bit, and what has lost something loses no
+        more.
+        """
+        may_lose = self.loss and block.parent is not None and not block.loss
+        return self.key_of(inexact_digest(block.digest, self.loss)) if may_lose else None
+
+
 class RecordKeeper:
     """One tier and its records.
 
@@ -136,7 +167,7 @@ class BlockSaver:
     """The thread that copies new blocks out of the pool.
 
     A copy counts if the block's generation says afterwards that it was there all the time. `pages` and `generations`:
-    see KVTiers. `key_of` and `compute_s` return the key of a digest, and the seconds that the block at a token takes.
+    see KVTiers.
     """
 
     def __init__(
@@ -145,12 +176,10 @@ class BlockSaver:
         layout: KVLayout,
         pages: np.ndarray,
         generations: Sequence[int],
-        key_of: Callable[[bytes], BlockKey],
-        compute_s: Callable[[int], float],
+        naming: BlockNaming,
         codec: RecordCodec,
     ) -> None:
-        self._layout, self._pages, self._generations = layout, pages, generations
-        self._key_of, self._compute_s, self._loss = key_of, compute_s, codec.accepted_loss
+        self._layout, self._pages, self._generations, self._naming = layout, pages, generations, naming
         self._counts = Counter(dict.fromkeys(("dropped_blocks", "overwritten_blocks"), 0))
         self._writers = [TierWriter(tier, codec) for tier in tiers]
         self._new: queue.Queue[NewBlock | None] = queue.Queue(MAX_NEW_BLOCKS)
@@ -192,7 +221,7 @@ class BlockSaver:
 
     def _save(self, block: NewBlock, buffer: memoryview) -> None:
         """Copy a block out of the pool for the tiers that do not have it, unless it is being overwritten."""
-        key = self._key_of(block.digest)
+        key = self._naming.key(block)
         writers = [writer for writer in self._writers if writer.keeper.may_want(key)]
         if not writers:
             return
@@ -204,21 +233,9 @@ class BlockSaver:
             self._counts["overwritten_blocks"] += 1  # before or while it was copied
             return
         record = seal_record(facts, buffer)
-        parent = None if block.parent is None else self._key_of(block.parent)
-        num_blocks = block.first_token // self._layout.block_size + 1
-        worth = BlockWorth(compute_s=self._compute_s(block.first_token), parent=parent, num_blocks=num_blocks)
-        queued = QueuedRecord(key, bytes(record), worth, lossy_key_of(block, self._loss, self._key_of))
+        queued = QueuedRecord(key, bytes(record), self._naming.worth(block), self._naming.lossy_key(block))
         for writer in writers:
             writer.put(queued)
-
-
-def lossy_key_of(block: NewBlock, loss: str, key_of: Callable[[bytes], BlockKey]) -> BlockKey | None:
-    """Return the key of a block once it has suffered a loss that its worker takes.
-
-    None if it may lose nothing: the first block of a prompt keeps every bit, and what has lost something loses no more.
-    """
-    may_lose = loss and block.parent is not None and not block.loss
-    return key_of(inexact_digest(block.digest, loss)) if may_lose else None
 
 
 def join(thread: threading.Thread) -> None:
