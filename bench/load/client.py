@@ -97,6 +97,15 @@ async def ask(
     return answer
 
 
+async def answered(url: str, model: str, prompt: list[int], max_tokens: int, quiet_s: float = QUIET_S) -> StreamResult:
+    """Return one answer, on a connection of its own. Raises RuntimeError if it did not end well."""
+    async with session() as http:
+        answer = await ask(http, url, body_of(model, prompt, max_tokens), max_tokens, quiet_s=quiet_s)
+    if answer.error:
+        raise RuntimeError(answer.error)
+    return answer
+
+
 FAILURES: dict[type[Exception], str] = {
     aiohttp.ClientConnectorError: "no connection",
     aiohttp.ClientResponseError: "garbage",  # the reply is not HTTP

@@ -22,7 +22,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from bench.load.client import StreamResult, ask, body_of, random_prompt, session
+from bench.load.client import StreamResult, answered, random_prompt
 from bench.report.result import ResultRow, write_result
 from bench.system.local_system import get_json, is_ready, model_of
 from bench.system.services import Services
@@ -103,13 +103,7 @@ def systems(workers: Mapping[str, Mapping[str, tuple[str, ...]]], **settings: st
 
 
 async def timed(services: Services, prompt: list[int]) -> StreamResult:
-    """Return one answer. Raises RuntimeError if it did not end well."""
-    async with session() as http:
-        body = body_of(model_of(services.url), prompt, MAX_TOKENS)
-        answer = await ask(http, services.url, body, MAX_TOKENS, quiet_s=QUIET_S)
-    if answer.error:
-        raise RuntimeError(answer.error)
-    return answer
+    return await answered(services.url, model_of(services.url), prompt, MAX_TOKENS, QUIET_S)
 
 
 async def handoffs(args: argparse.Namespace) -> list[ResultRow]:

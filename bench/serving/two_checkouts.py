@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from bench.load.client import StreamResult, ask, body_of, random_prompt, session
+from bench.load.client import StreamResult, answered, random_prompt
 from bench.report.result import ResultRow, commit_of, write_result
 from bench.system.local_system import model_of
 from bench.system.services import Services
@@ -71,13 +71,7 @@ async def measure(checkouts: dict[str, Path], rounds: int) -> dict[tuple[str, in
 
 
 async def timed(services: Services, prompt: list[int]) -> StreamResult:
-    """Return one answer. Raises RuntimeError if it did not end well."""
-    async with session() as http:
-        body = body_of(model_of(services.url), prompt, MAX_TOKENS)
-        answer = await ask(http, services.url, body, MAX_TOKENS, quiet_s=QUIET_S)
-    if answer.error:
-        raise RuntimeError(answer.error)
-    return answer
+    return await answered(services.url, model_of(services.url), prompt, MAX_TOKENS, QUIET_S)
 
 
 def row_of(name: str, prompt: int, here: list[float], there: list[float], commit: str) -> ResultRow:

@@ -1,9 +1,6 @@
 """A disk that is slow, hangs, fails, takes no writes or is gone, when somebody wants it to be.
 
-    python -m bench.system.faulty_disk FOLDER MOUNT STATE
-
-The file system at MOUNT shows the files of FOLDER through FUSE, and does to each call what the file STATE says.
-Nothing is cached. It needs libfuse3 with fusermount3 (the package fuse3), and mfusepy.
+passing_disk is its process. It needs libfuse3 with fusermount3 (the package fuse3), and mfusepy.
 """
 
 import ctypes.util
@@ -17,14 +14,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from process.parent_death import die_with_parent
 
 START_TIMEOUT_S = 20.0
-_POLL_S = 0.02
+POLL_S = 0.02
+READ_ONLY, FULL, BROKEN = errno.EROFS, errno.ENOSPC, errno.EIO
 
 
 class DiskState(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,7 +82,14 @@ class FaultyDisk:
     def plug_in(self) -> None:
         """Mount it. Raises RuntimeError if that fails."""
         self._unmount()
-        command = [sys.executable, "-m", __name__, str(self.folder), str(self.mount), str(self._state_file)]
+        command = [
+            sys.executable,
+            "-m",
+            "bench.system.passing_disk",
+            str(self.folder),
+            str(self.mount),
+            str(self._state_file),
+        ]
         log = self.mount.with_name(f"{self.mount.name}.log")
         with log.open("ab") as said:
             self._process = subprocess.Popen(die_with_parent(command), stdin=subprocess.DEVNULL, stderr=said)
@@ -93,7 +97,7 @@ class FaultyDisk:
         while not os.path.ismount(self.mount):
             if self._process.poll() is not None or time.monotonic() > deadline_s:
                 raise RuntimeError(f"no FUSE file system at {self.mount}: {log.read_text()[-500:]}")
-            time.sleep(_POLL_S)
+            time.sleep(POLL_S)
 
     def pull_out(self) -> None:
         """Let every call fail, those of open files as well, until it is plugged in again."""
@@ -109,101 +113,3 @@ class FaultyDisk:
         partial = self._state_file.with_suffix(".part")
         partial.write_bytes(msgspec.json.encode(state))
         partial.replace(self._state_file)
-
-
-def main() -> int:
-    import mfusepy  # needs libfuse, which who only mounts does not load
-
-    folder, mount, state_file = map(Path, sys.argv[1:4])
-
-    class Passing(mfusepy.Operations):
-        """The calls of a file system, passed on to `folder`."""
-
-        use_ns = True
-
-        def init_with_config(self, conn_info: Any, config_3: Any) -> None:
-            config_3.direct_io = 1
-            config_3.attr_timeout = config_3.entry_timeout = config_3.negative_timeout = 0.0
-
-        def getattr(self, path: str, fh: int | None = None) -> dict[str, Any]:
-            _suffer(state_file, is_write=False, is_slow=False)
-            found = os.lstat(_at(path))
-            times = {f"st_{name}": getattr(found, f"st_{name}_ns") for name in ("atime", "ctime", "mtime")}
-            names = ("mode", "nlink", "size", "uid", "gid")
-            return times | {f"st_{name}": getattr(found, f"st_{name}") for name in names}
-
-        def readdir(self, path: str, fh: int) -> list[str]:
-            _suffer(state_file, is_write=False)
-            return [".", "..", *os.listdir(_at(path))]
-
-        def open(self, path: str, flags: int) -> int:
-            _suffer(state_file, is_write=flags & os.O_ACCMODE != os.O_RDONLY)
-            return os.open(_at(path), flags)
-
-        def create(self, path: str, mode: int, fi: Any = None) -> int:
-            _suffer(state_file, is_write=True)
-            return os.open(_at(path), os.O_RDWR | os.O_CREAT | os.O_TRUNC, mode)
-
-        def read(self, path: str, size: int, offset: int, fh: int) -> bytes:
-            _suffer(state_file, is_write=False)
-            return os.pread(fh, size, offset)
-
-        def write(self, path: str, data: bytes, offset: int, fh: int) -> int:
-            _suffer(state_file, is_write=True)
-            return os.pwrite(fh, data, offset)
-
-        def truncate(self, path: str, length: int, fh: int | None = None) -> None:
-            _suffer(state_file, is_write=True)
-            os.truncate(_at(path), length)
-
-        def release(self, path: str, fh: int) -> int:
-            os.close(fh)
-            return 0
-
-        def rename(self, old: str, new: str) -> None:
-            _suffer(state_file, is_write=True)
-            os.rename(_at(old), _at(new))
-
-        def unlink(self, path: str) -> None:
-            _suffer(state_file, is_write=True)
-            os.unlink(_at(path))
-
-        def mkdir(self, path: str, mode: int) -> None:
-            _suffer(state_file, is_write=True)
-            os.mkdir(_at(path), mode)
-
-        def rmdir(self, path: str) -> None:
-            _suffer(state_file, is_write=True)
-            os.rmdir(_at(path))
-
-        def utimens(self, path: str, times: tuple[int, int] | None = None) -> None:
-            _suffer(state_file, is_write=True)
-            os.utime(_at(path), ns=times or (time.time_ns(), time.time_ns()))
-
-        def statfs(self, path: str) -> dict[str, int]:
-            found = os.statvfs(folder)
-            names = ("bavail", "bfree", "blocks", "bsize", "favail", "ffree", "files", "frsize", "namemax")
-            return {f"f_{name}": getattr(found, f"f_{name}") for name in names}
-
-    def _at(path: str) -> str:
-        return f"{folder}{path}"
-
-    mfusepy.FUSE(Passing(), str(mount), foreground=True, nothreads=False)
-    return 0
-
-
-def _suffer(state_file: Path, is_write: bool, is_slow: bool = True) -> None:
-    """Do what the state says; raises OSError for a call that is to fail."""
-    state = msgspec.json.decode(state_file.read_bytes(), type=DiskState)
-    time.sleep(state.delay_s if is_slow else 0.0)
-    while state.hangs:
-        time.sleep(_POLL_S)
-        state = msgspec.json.decode(state_file.read_bytes(), type=DiskState)
-    if number := state.error or (is_write and state.write_error):
-        raise OSError(number, os.strerror(number))
-
-
-READ_ONLY, FULL, BROKEN = errno.EROFS, errno.ENOSPC, errno.EIO
-
-if __name__ == "__main__":
-    sys.exit(main())

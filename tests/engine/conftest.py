@@ -1,9 +1,15 @@
 """Models that several tests share are written once, and what transformers answers is computed once."""
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 
 from bench.models.transformers_oracle import greedy as oracle_greedy
-from tests.engine.driving import random_prompts
+from engine.engine import Engine
+from engine.loader import load_engine
+from tests.engine.device_engines import device_engine
+from tests.engine.driving import random_prompts, settings
 from tests.engine.tiny_models import FAMILIES, VOCAB, save_tiny
 
 
@@ -14,6 +20,22 @@ def family(request, tmp_path_factory):
     model = save_tiny(folder, request.param)
     prompts = random_prompts(VOCAB, request.module.LENGTHS)
     return folder, prompts, [oracle_greedy(model, prompt, 12) for prompt in prompts]
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny llama; modules of another model have a `folder` of their own."""
+    path = tmp_path_factory.mktemp("model")
+    save_tiny(path, "llama")
+    return path
+
+
+@pytest.fixture(scope="module", params=["cpu", "device"])
+def make(request: pytest.FixtureRequest, folder: Path) -> Callable[..., Engine]:
+    """Engines of the CPU, and of the GPU's adapter on the reference kernels, which launches a batch ahead."""
+    if request.param == "device":
+        return lambda **changes: device_engine(folder, **changes)
+    return lambda **changes: load_engine(settings(model=str(folder), **changes))
 
 
 @pytest.fixture

@@ -21,9 +21,8 @@ from engine.engine import Engine
 from engine.loader import load_engine
 from engine.messages import ChunkDone, EngineRequest, Reservation
 from engine.sequence import Status
-from tests.engine.device_engines import device_engine
 from tests.engine.driving import drain, greedy, random_prompts, request, settings
-from tests.engine.tiny_models import VOCAB, save_tiny
+from tests.engine.tiny_models import VOCAB
 
 pytestmark = pytest.mark.slow
 
@@ -40,21 +39,6 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "long enough": {"ignore_eos": False, "stop_token_ids": tuple(range(0, VOCAB, 2)), "min_tokens": 98},
     "bad words": {"bad_words": tuple((first, second) for first in range(0, VOCAB, 3) for second in range(0, VOCAB, 5))},
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    save_tiny(path, "llama")
-    return path
-
-
-@pytest.fixture(scope="module", params=["cpu", "device"])
-def make(request: pytest.FixtureRequest, folder: Path) -> Make:
-    """Engines of the CPU, and of the GPU's adapter on the reference kernels, which launches a batch ahead."""
-    if request.param == "device":
-        return lambda **changes: device_engine(folder, **changes)
-    return lambda **changes: load_engine(settings(model=str(folder), **changes))
 
 
 def whole(engine: Engine, sampling: SamplingParams) -> list[Token]:

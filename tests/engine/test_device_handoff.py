@@ -34,18 +34,11 @@ from kernels.reference.quant import to_e4m3
 from kernels.specs import MoveSpec
 from tests.engine.device_engines import adopted, device_engine, hand_over, landed, prefilled
 from tests.engine.driving import drain, greedy, random_prompts, request, tokens_of
-from tests.engine.tiny_models import VOCAB, save_tiny
+from tests.engine.tiny_models import VOCAB
 
 pytestmark = pytest.mark.slow
 
 PROMPTS = random_prompts(VOCAB, (5, 64, 130, 200))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    save_tiny(path, "llama")
-    return path
 
 
 def test_a_handed_over_answer_is_that_of_one_engine(folder):

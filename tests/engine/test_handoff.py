@@ -14,7 +14,7 @@ from contracts.events import Token
 from engine.engine import Engine
 from engine.loader import load_engine
 from tests.engine.driving import drain, greedy, random_prompts, request, settings, tokens_of
-from tests.engine.tiny_models import VOCAB, save_tiny
+from tests.engine.tiny_models import VOCAB
 
 pytestmark = pytest.mark.slow
 
@@ -23,17 +23,10 @@ Pair = tuple[Engine, Engine]
 PROMPTS = random_prompts(VOCAB, (5, 16, 61, 200))
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    save_tiny(path, "llama")
-    return str(path)
-
-
 @pytest.fixture
 def pair(folder):
-    chunked = settings(model=folder, max_batched_tokens=48)
-    return load_engine(chunked), load_engine(settings(model=folder))
+    chunked = settings(model=str(folder), max_batched_tokens=48)
+    return load_engine(chunked), load_engine(settings(model=str(folder)))
 
 
 def prefill(engine, name, prompt, sampling):
@@ -65,7 +58,7 @@ def hand_over(source, target, name, prompt, sampling):
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_handed_over_answer_is_that_of_one_engine(folder, pair: Pair, temperature):
     sampling = greedy(10, temperature=temperature, seed=3, frequency_penalty=0.5)
-    alone = load_engine(settings(model=folder))
+    alone = load_engine(settings(model=str(folder)))
     for index, prompt in enumerate(PROMPTS):
         alone.submit(request(str(index), prompt, sampling))
         expected = tokens_of(drain(alone), str(index))
@@ -230,7 +223,7 @@ def test_generations_tell_a_page_of_now_from_one_of_then(pair: Pair):
 
 
 def test_a_held_sequence_can_go_on_where_it_is(folder, pair: Pair):
-    alone = load_engine(settings(model=folder))
+    alone = load_engine(settings(model=str(folder)))
     alone.submit(request("a", PROMPTS[2], greedy(10)))
     expected = tokens_of(drain(alone), "a")
     prefill(pair[0], "a", PROMPTS[2], greedy(10))
@@ -259,11 +252,11 @@ def test_a_handoff_that_ended_at_token_0_does_not_go_on_here(pair: Pair):
 
 
 def test_reservations_are_bounded_by_slots_and_blocks(folder):
-    few = load_engine(settings(model=folder, max_num_seqs=1))
+    few = load_engine(settings(model=str(folder), max_num_seqs=1))
     few.reserve(request("a", PROMPTS[0], greedy()))
     with pytest.raises(OutOfBlocks, match="all 1 sequence slots"):
         few.reserve(request("b", PROMPTS[0], greedy()))
-    small = load_engine(settings(model=folder, kv_cache_nbytes=14 * few.layout.block_nbytes))
+    small = load_engine(settings(model=str(folder), kv_cache_nbytes=14 * few.layout.block_nbytes))
     small.reserve(request("a", PROMPTS[3], greedy()))
     for _ in range(2):
         with pytest.raises(OutOfBlocks, match="4 KV blocks wanted, 1 of 14 available"):
@@ -273,7 +266,7 @@ def test_reservations_are_bounded_by_slots_and_blocks(folder):
 
 def test_what_found_no_pages_looks_again_when_there_may_be_more(folder, monkeypatch):
     engine = load_engine(
-        settings(model=folder, kv_cache_nbytes=14 * load_engine(settings(model=folder)).layout.block_nbytes)
+        settings(model=str(folder), kv_cache_nbytes=14 * load_engine(settings(model=str(folder))).layout.block_nbytes)
     )
     looked, find = [], engine.pool.find
     monkeypatch.setattr(engine.pool, "find", lambda *asked: looked.append(1) or find(*asked))
@@ -296,8 +289,8 @@ def test_what_found_no_pages_looks_again_when_there_may_be_more(folder, monkeypa
 
 
 def test_a_preempted_request_has_its_pages_before_a_newcomer(folder):
-    block_nbytes = load_engine(settings(model=folder)).layout.block_nbytes
-    engine = load_engine(settings(model=folder, kv_cache_nbytes=14 * block_nbytes, prefix_cache=False))
+    block_nbytes = load_engine(settings(model=str(folder))).layout.block_nbytes
+    engine = load_engine(settings(model=str(folder), kv_cache_nbytes=14 * block_nbytes, prefix_cache=False))
     for name, prompt in zip("ab", random_prompts(VOCAB, (80, 80), seed=1), strict=True):
         engine.submit(request(name, prompt, greedy(60)))
     while not engine.stats().num_preemptions:
@@ -310,8 +303,8 @@ def test_a_preempted_request_has_its_pages_before_a_newcomer(folder):
 
 
 def small(folder, num_blocks: int = 10) -> Engine:
-    block_nbytes = load_engine(settings(model=folder)).layout.block_nbytes
-    return load_engine(settings(model=folder, kv_cache_nbytes=num_blocks * block_nbytes, prefix_cache=False))
+    block_nbytes = load_engine(settings(model=str(folder))).layout.block_nbytes
+    return load_engine(settings(model=str(folder), kv_cache_nbytes=num_blocks * block_nbytes, prefix_cache=False))
 
 
 def steps_until(engine: Engine, name: str, between) -> int:
@@ -328,7 +321,7 @@ def steps_until(engine: Engine, name: str, between) -> int:
 @pytest.mark.parametrize("lacks", ["slots", "pages"])
 def test_a_prompt_has_its_turn_before_handoffs_that_are_offered_later(folder, lacks, priority):
     """They are handed in as fast as answers end, before the next step may begin with the prompt."""
-    engine = small(folder) if lacks == "pages" else load_engine(settings(model=folder, max_num_seqs=2))
+    engine = small(folder) if lacks == "pages" else load_engine(settings(model=str(folder), max_num_seqs=2))
     prompts, numbers = random_prompts(VOCAB, [40] * 100), iter(range(100))
 
     def hand_in() -> None:
@@ -419,8 +412,8 @@ def test_an_idle_engine_leaves_no_room_to_who_can_not_begin(folder, is_offer_fir
 
 def test_a_prompt_from_elsewhere_that_is_preempted_at_once_is_found_again(folder):
     """All its full blocks: prefill has computed them, decode need not."""
-    block_nbytes = load_engine(settings(model=folder)).layout.block_nbytes
-    engine = load_engine(settings(model=folder, kv_cache_nbytes=12 * block_nbytes))
+    block_nbytes = load_engine(settings(model=str(folder))).layout.block_nbytes
+    engine = load_engine(settings(model=str(folder), kv_cache_nbytes=12 * block_nbytes))
     older, landed = random_prompts(VOCAB, (95, 95))
     engine.submit(request("older", older, greedy(18)))
     engine.step()

@@ -14,23 +14,16 @@ from contracts.kv_loss import MIXED, UNCHECKED, joined
 from engine.engine import Engine
 from engine.loader import load_engine
 from tests.engine.driving import drain, greedy, random_prompts, request, settings
-from tests.engine.tiny_models import VOCAB, save_tiny
+from tests.engine.tiny_models import VOCAB
 
 SIZE = 16
 PROMPT, OTHER = random_prompts(VOCAB, (81, 50))
 FIRST = Token(0, 7)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    save_tiny(path, "llama")
-    return str(path)
-
-
 @pytest.fixture
 def engine(folder) -> Engine:
-    return load_engine(settings(model=folder))
+    return load_engine(settings(model=str(folder)))
 
 
 def wanted(name: str, loss: str = "", prompt=PROMPT, max_tokens: int = 20):

@@ -4,7 +4,6 @@
 # Plain strings stand for request ids.
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +14,8 @@ from contracts.events import FinishReason
 from engine.engine import Engine
 from engine.loader import load_engine
 from engine.messages import EngineRequest
-from tests.engine.device_engines import device_engine
 from tests.engine.driving import drain, greedy, random_prompts, request, settings, tokens_of
-from tests.engine.tiny_models import VOCAB, save_tiny
+from tests.engine.tiny_models import VOCAB
 
 pytestmark = pytest.mark.slow
 
@@ -36,21 +34,6 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "long enough": {"ignore_eos": False, "stop_token_ids": tuple(range(0, VOCAB, 2)), "min_tokens": 30},
     "bad words": {"bad_words": tuple((first, second) for first in range(0, VOCAB, 3) for second in range(0, VOCAB, 5))},
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    save_tiny(path, "llama")
-    return path
-
-
-@pytest.fixture(scope="module", params=["cpu", "device"])
-def make(request: pytest.FixtureRequest, folder: Path):
-    """Engines of the CPU, and of the GPU's adapter on the reference kernels."""
-    if request.param == "device":
-        return lambda **changes: device_engine(folder, **changes)
-    return lambda **changes: load_engine(settings(model=str(folder), **changes))
 
 
 def rest_of(answer: list[int], num_answered: int, sampling, **changes: Any) -> EngineRequest:

@@ -1,7 +1,9 @@
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 
 import httpx
 import pytest
+from llguidance import LLTokenizer
 from tokenizers import Tokenizer
 
 from checkpoint import Checkpoint, open_checkpoint
@@ -9,6 +11,7 @@ from coordinator.store.local_server import RedisServer
 from coordinator.store.redis_store import RedisStore
 from coordinator.store.store import Store
 from testing.memory_store import MemoryStore
+from tests.gateway.accepted_text import is_accepted
 from tests.gateway.gateway_rig import Rig, gateway, pair
 
 
@@ -20,6 +23,14 @@ def checkpoint() -> Checkpoint:
 @pytest.fixture(scope="session")
 def tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     return checkpoint.tokenizer()
+
+
+@pytest.fixture(scope="session")
+def accepts(checkpoint: Checkpoint, tokenizer: Tokenizer) -> Callable[[str, str], bool]:
+    """Whether a grammar over the model's tokens takes a text to its end, and may end there."""
+    eos = list(checkpoint.eos_token_ids)
+    wrapped = LLTokenizer(tokenizer.to_str(), n_vocab=checkpoint.config.vocab_size, eos_token=eos)
+    return partial(is_accepted, wrapped, tokenizer)
 
 
 @pytest.fixture(scope="session")

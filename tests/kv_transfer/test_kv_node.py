@@ -308,8 +308,9 @@ def _held_fence(link: Link, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_a_new_link_waits_for_all_that_fails_with_the_former(make_peer: Make, monkeypatch) -> None:
-    """Whoever heard of the loss first is there anew while the other end's other direction still ends: the loss of that
-    would be the new link's, too.
+    """The end that heard of the loss first connects again while the other end's second direction still ends.
+
+    The loss of that would be the new link's, too.
     """
     one, two = make_peer("one"), make_peer("two")
     offer_and_grant(one, two, "a", 8, [10, 11])

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import openai
 import pytest
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLTokenizer
 
 from checkpoint import Checkpoint
 from contracts.ids import WorkerId
@@ -16,6 +16,7 @@ from contracts.node import WorkerRole
 from gateway.api.openapi import ChatReply, ResponseReply
 from gateway.reasoning.harmony import Harmony
 from testing.fake_worker import FakeWorker
+from tests.gateway.accepted_text import is_accepted
 from tests.gateway.gateway_rig import SECRET, pair
 from tests.gateway.sayings import SAY, prompt, saying, with_specials
 from tests.gateway.thinking_models import (
@@ -392,8 +393,7 @@ def accepts(checkpoint: Checkpoint, grammar: str, text: str) -> bool:
     """The grammar takes the text to its end, and may end there."""
     tokenizer = checkpoint.tokenizer()
     guide = wrapped(tokenizer.to_str(), checkpoint.eos_token_ids)
-    matcher, ids = LLMatcher(guide, grammar), tokenizer.encode(text, add_special_tokens=False).ids
-    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+    return is_accepted(guide, tokenizer, grammar, text)
 
 
 async def grammar(checkpoint: Checkpoint, **fields: Any) -> str:

@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from llguidance import LLMatcher, LLTokenizer
 
 from checkpoint import open_checkpoint
 from contracts.errors import RequestError
@@ -73,20 +72,6 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
 @pytest.fixture(scope="module")
 def prompting():
     return Prompting(open_checkpoint(""))
-
-
-@pytest.fixture(scope="module")
-def accepts(prompting):
-    checkpoint = open_checkpoint("")
-    eos = list(checkpoint.eos_token_ids)
-    tokens = LLTokenizer(prompting.tokenizer.to_str(), n_vocab=checkpoint.config.vocab_size, eos_token=eos)
-
-    def whole(grammar: str, text: str) -> bool:
-        matcher, ids = LLMatcher(tokens, grammar), prompting.tokenizer.encode(text, add_special_tokens=False).ids
-        assert not matcher.is_error(), matcher.get_error()
-        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
-
-    return whole
 
 
 @pytest.fixture(scope="module")

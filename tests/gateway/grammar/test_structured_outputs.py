@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher
 
 from checkpoint import open_checkpoint
 from contracts.errors import RequestError
@@ -38,22 +38,6 @@ NESTED = {
     "additionalProperties": {"const": of_format("password")},
 }
 """Formats of which only `date` is known; a value, and names, that look like what they are not."""
-
-
-@pytest.fixture(scope="module")
-def accepts():
-    checkpoint = open_checkpoint("")
-    tokenizer = checkpoint.tokenizer()
-    wrapped = LLTokenizer(
-        tokenizer.to_str(), n_vocab=checkpoint.config.vocab_size, eos_token=list(checkpoint.eos_token_ids)
-    )
-
-    def whole(grammar: str, text: str) -> bool:
-        """The grammar takes the text to its end, and may end there."""
-        matcher, ids = LLMatcher(wrapped, grammar), tokenizer.encode(text, add_special_tokens=False).ids
-        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
-
-    return whole
 
 
 @pytest.fixture(scope="module")

@@ -88,20 +88,6 @@ def prompting():
 
 
 @pytest.fixture(scope="module")
-def accepts(prompting):
-    checkpoint = open_checkpoint("")
-    eos = list(checkpoint.eos_token_ids)
-    tokens = LLTokenizer(prompting.tokenizer.to_str(), n_vocab=checkpoint.config.vocab_size, eos_token=eos)
-
-    def whole(grammar: str, text: str) -> bool:
-        matcher, ids = LLMatcher(tokens, grammar), prompting.tokenizer.encode(text, add_special_tokens=False).ids
-        assert not matcher.is_error(), matcher.get_error()
-        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
-
-    return whole
-
-
-@pytest.fixture(scope="module")
 def ask(prompting):
     def tried(*tools: Any, choice: Any = None) -> str:
         fields = {"messages": [{"role": "user", "content": "hi"}], "tools": tools, "tool_choice": choice}
