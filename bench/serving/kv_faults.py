@@ -19,6 +19,8 @@ from bench.serving.kept_kv import KeptKV
 from kv_transfer.chunks.block_record import ALIGNMENT, MAGIC, PREFIX, BlockFacts, begin_record, seal_record
 
 _SCAN_NBYTES = 16 << 20
+_NUM_DAMAGED = 16
+"""How many records a fault damages: of one alone, most are never asked for again."""
 _LONGER_FACTS_NBYTES = 512
 """A slot of a tier has room for so much longer facts: the checksums of all planes are the most of it."""
 
@@ -67,40 +69,42 @@ DAMAGES: dict[str, Callable[[bytes, random.Random], bytes]] = {
 
 
 def damage_disk(disk: Path, rng: random.Random, damage: Callable[[bytes, random.Random], bytes]) -> bool:
-    """Damage a record in a folder; False if there is none."""
-    with suppress(FileNotFoundError):  # it was evicted meanwhile
-        if files := record_files(disk):
-            file = rng.choice(files)
+    """Damage some records in a folder; False if there is none."""
+    num_damaged, files = 0, record_files(disk)
+    for file in rng.sample(files, min(len(files), _NUM_DAMAGED)):
+        with suppress(FileNotFoundError):  # it was evicted meanwhile
             if data := file.read_bytes():
                 file.write_bytes(damage(data, rng))
-                return True
-    return False
+                num_damaged += 1
+    return num_damaged > 0
 
 
 def exchange_on_disk(disk: Path, rng: random.Random) -> bool:
-    """Give a record the place of another; False if there are no two."""
-    with suppress(FileNotFoundError):
-        if len(files := record_files(disk)) > 1:
-            one, other = rng.sample(files, 2)
+    """Give some records the place of others; False if there are no two."""
+    num_exchanged, files = 0, record_files(disk)
+    chosen = rng.sample(files, min(len(files), 2 * _NUM_DAMAGED))
+    for one, other in zip(chosen[::2], chosen[1::2], strict=False):
+        with suppress(FileNotFoundError):
             one.write_bytes(other.read_bytes())
-            return True
-    return False
+            num_exchanged += 1
+    return num_exchanged > 0
 
 
 async def damage_store(kept: KeptKV, rng: random.Random, damage: Callable[[bytes, random.Random], bytes]) -> bool:
-    """Damage a record in the store; False if there is none, or the store does not answer."""
+    """Damage some records in the store; False if there is none, or the store does not answer."""
+    num_damaged = 0
     with suppress(redis.RedisError):
         async with redis.Redis.from_url(kept.places.store.url, socket_timeout=5) as client:
-            key = await client.randomkey()
-            if key is not None and (data := await client.get(key)):
-                assert isinstance(data, bytes)
-                await client.set(key, damage(data, rng))
-                return True
-    return False
+            for key in {await client.randomkey() for _ in range(_NUM_DAMAGED)}:
+                if key is not None and (data := await client.get(key)):
+                    assert isinstance(data, bytes)
+                    await client.set(key, damage(data, rng))
+                    num_damaged += 1
+    return num_damaged > 0
 
 
 def turn_bit_of(pid: int, rng: random.Random, arena_nbytes: int) -> bool:
-    """Turn a bit of a record in the arena of a memory tier, in an engine core; False if none is found.
+    """Turn a bit of some records in the arena of a memory tier, in an engine core; False if none is found.
 
     Buffers outside the arena are spared: a record in one may be unfinished, or verified already.
     """
@@ -109,12 +113,12 @@ def turn_bit_of(pid: int, rng: random.Random, arena_nbytes: int) -> bool:
             pieces = list(range(start, end, _SCAN_NBYTES))
             for piece in rng.sample(pieces, len(pieces)):
                 if slots := _slots(memory, piece, end):
-                    place, nbytes = rng.choice(slots)
-                    at = place + rng.randrange(nbytes)
-                    memory.seek(at)
-                    byte = memory.read(1)[0]
-                    memory.seek(at)
-                    memory.write(bytes([byte ^ 1 << rng.randrange(8)]))
+                    for place, nbytes in rng.sample(slots, min(len(slots), _NUM_DAMAGED)):
+                        at = place + rng.randrange(nbytes)
+                        memory.seek(at)
+                        byte = memory.read(1)[0]
+                        memory.seek(at)
+                        memory.write(bytes([byte ^ 1 << rng.randrange(8)]))
                     return True
     return False
 
