@@ -12,6 +12,7 @@ ALL = {
     "engine": "bench.engine.cpu",
     "agreement": "bench.engine.agreement",
     "kv_tiers": "bench.engine.kv_tiers",
+    "speculation": "bench.engine.speculation",
     "pair_agreement": "bench.serving.pair_agreement",
     "transfer": "bench.handoff.transports",
     "serving": "bench.serving.cpu_pair",

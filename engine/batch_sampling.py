@@ -1,16 +1,20 @@
 """The tokens of a batch that was launched: drawn by the device, or by the host from its logits."""
 
 import logging
+from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
+
+import torch
 
 from contracts.errors import RequestError
 from contracts.events import Token
 from engine.backend import Runner
-from engine.in_flight import InFlightBatch
+from engine.in_flight import InFlightBatch, LogitRow
 from engine.messages import EngineFailure
 from engine.request_release import RequestRelease
 from engine.sampling.grammar_masks import Grammars
 from engine.sampling.host_sampler import Sampler
+from engine.sampling.token_masks import TokenMasks
 from engine.sequence import Sequence
 from engine.sequence_table import SequenceTable
 
@@ -69,20 +73,45 @@ class TokenDraws:
             drawn = zip(batch.sampling, batch.computed.pending_tokens.wait(), strict=True)
             present = [(sequence, token) for sequence, token in drawn if self._table.is_present(sequence)]
             return [sequence for sequence, _ in present], [token for _, token in present], ()
-        wanted = [(row, s) for row, s in enumerate(batch.sampling) if self._table.is_present(s)]
+        rows = zip(batch.first_rows, batch.sampling, batch.drafts, strict=True)
+        wanted = [LogitRow(row, each, draft.drawn(0)) for row, each, draft in rows if self._table.is_present(each)]
         if not wanted:  # nothing else waits, and what has been computed is free
             self._runner.wait()
             return [], [], ()
-        logits = batch.computed.logits
-        if len(wanted) < len(batch.sampling):
-            logits = logits[[row for row, _ in wanted]]
-        sequences = [sequence for _, sequence in wanted]
-        found = self._sampler.sample_each(sequences, logits, batch.known_masks())
-        lost = tuple(self._undrawn(s, why) for s, why in zip(sequences, found, strict=True) if isinstance(why, str))
-        told = [(s, token) for s, token in zip(sequences, found, strict=True) if isinstance(token, Token)]
+        told, lost = self._draw(wanted, batch.computed.logits, batch.known_masks())
         if not told:  # nothing else waited for the device, which may be what failed: then this process ends
             self._runner.wait()
         return [sequence for sequence, _ in told], [token for _, token in told], lost
+
+    def collect_further(
+        self, batch: InFlightBatch, wanted: SequenceOf[LogitRow]
+    ) -> tuple[list[tuple[Sequence, Token]], tuple[EngineFailure, ...]]:
+        """Draw from rows of the batch behind drafted tokens, which their sequences have by now.
+
+        Returns the tokens, and what became of those that can't have one.
+        """
+        if not wanted:
+            return [], ()
+        masks = self._grammars.begin(sequences := [each.sequence for each in wanted]).result()
+        unguided = tuple(
+            self._unguided(s, masks.errors[s.request_id]) for s in sequences if s.request_id in masks.errors
+        )
+        left = [each for each in wanted if each.sequence.request_id not in masks.errors]
+        told, lost = self._draw(left, batch.computed.logits, masks) if left else ([], ())
+        return told, (*unguided, *lost)
+
+    def _draw(
+        self, wanted: SequenceOf[LogitRow], logits: torch.Tensor, masks: TokenMasks
+    ) -> tuple[list[tuple[Sequence, Token]], tuple[EngineFailure, ...]]:
+        """Have the host draw from these rows."""
+        if len(wanted) < len(logits):
+            logits = logits[[each.row for each in wanted]]
+        sequences = [each.sequence for each in wanted]
+        guesses = {place: each.guess for place, each in enumerate(wanted) if each.guess is not None}
+        found = self._sampler.sample_each(sequences, logits, masks, guesses)
+        lost = tuple(self._undrawn(s, why) for s, why in zip(sequences, found, strict=True) if isinstance(why, str))
+        told = [(s, token) for s, token in zip(sequences, found, strict=True) if isinstance(token, Token)]
+        return told, lost
 
     def _undrawn(self, sequence: Sequence, message: str) -> EngineFailure:
         return self._requests.fail(sequence, f"this request could not be computed: {message}")

@@ -30,6 +30,7 @@ from engine.cache.block_pool import BlockPool
 from engine.cache.deferred_release import DeferredRelease
 from engine.cache.load_plan import LowerTiers
 from engine.cache.prefix_insertion import PrefixInserter
+from engine.draft_verification import DraftVerification
 from engine.forward_pass import ForwardPass
 from engine.handoff import Handoff
 from engine.intake import Intake
@@ -37,10 +38,12 @@ from engine.messages import EngineRequest, EngineStats, Reservation, StepObserve
 from engine.prefix_export import PrefixExport
 from engine.request_release import RequestRelease
 from engine.sampling.grammar_masks import Grammars
+from engine.scheduler.draft_rows import DraftRows
 from engine.scheduler.scheduler import Scheduler, SchedulerLimits
 from engine.sequence import Status
 from engine.sequence_table import SequenceTable
 from engine.settings import EngineSettings
+from engine.speculative.choice import speculator_of
 from engine.stats import engine_stats
 from engine.step_pipeline import StepPipeline
 from engine.stop_check import StopCheck
@@ -74,18 +77,23 @@ class Engine:
         limits = SchedulerLimits(
             settings.max_num_seqs, budget, max_mixed_tokens, self.runner.graph_rows, settings.itl_objective_s
         )
-        self.scheduler = scheduler = Scheduler(pool, limits, prefix_cache.insert_all)
+        self.speculator = speculator = speculator_of(settings, max_model_len)
+        draft_rows = None if speculator is None else DraftRows(pool, speculator)
+        self.scheduler = scheduler = Scheduler(pool, limits, prefix_cache.insert_all, draft_rows)
         self.grammars = grammars = Grammars(checkpoint, sampler.mask_memory())
         self.sequences = table = SequenceTable()
         stop_check = StopCheck(sampler, max_model_len)
         self._intake = intake = Intake(table, scheduler, grammars, vocab_size, max_model_len, settings.max_num_waiting)
         self.deferred = blocks = DeferredRelease(pool)
-        self._requests = requests = RequestRelease(table, scheduler, intake, grammars, prefix_cache, blocks)
+        self._requests = requests = RequestRelease(table, scheduler, intake, grammars, prefix_cache, blocks, speculator)
         forward_pass = ForwardPass(self.runner, cache, prefix_cache, requests)
         draws = TokenDraws(self.runner, sampler, grammars, table, requests)
+        verification = None
+        if speculator is not None and draft_rows is not None:
+            verification = DraftVerification(draws, table, stop_check, speculator, draft_rows)
         self.pipeline = StepPipeline(
             table, scheduler, pool, intake, grammars, requests, blocks, forward_pass, draws, stop_check, self.runner,
-            max_mixed_tokens, clock,
+            max_mixed_tokens, clock, verification,
         )  # fmt: skip
         self._handoff = Handoff(
             table, scheduler, pool, prefix_cache, intake, grammars, requests, stop_check, self.runner, vocab_size,
@@ -214,6 +222,7 @@ class Engine:
             self._intake.compiling,
             self.pool,
             self.pipeline.counters,
+            None if self.speculator is None else self.speculator.counters,
         )
 
     def close(self) -> None:

@@ -132,6 +132,15 @@ class Sampled:
 
 
 @dataclass(frozen=True)
+class Verified:
+    """The draft of a request in a step, of whose tokens the first `num_accepted` were right."""
+
+    request_id: RequestId
+    num_tokens: int
+    num_accepted: int
+
+
+@dataclass(frozen=True)
 class Ended:
     request_id: RequestId
     num_tokens: int
@@ -168,7 +177,11 @@ class StepObserver:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """`span_s`: how long the batch took, behind the one before it."""
+    """`span_s`: how long the batch took, behind the one before it.
+
+    `sampled`: in order; of a request several where its draft was right, which `verified` tells. `num_decode_tokens`: of
+    answers that went on, drawn ones that were drafted among them.
+    """
 
     started: tuple[Started, ...] = ()
     chunks: tuple[ChunkDone, ...] = ()
@@ -179,13 +192,15 @@ class StepOutput:
     num_decode_tokens: int = 0
     scored: tuple[Scored, ...] = ()
     span_s: float = 0.0
+    verified: tuple[Verified, ...] = ()
 
 
 @dataclass(frozen=True)
 class EngineStats:
     """`queue_tokens`: prompt tokens not computed yet.
 
-    Counters count from the start; prefix counters are in tokens.
+    Counters count from the start; prefix counters are in tokens. `num_accepted_by_place`: of drafted tokens, by their
+    place in the draft.
     """
 
     num_running: int
@@ -202,3 +217,6 @@ class EngineStats:
     num_preemptions: int
     num_prefill_tokens: int
     num_decode_tokens: int
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_by_place: tuple[int, ...] = ()

@@ -12,6 +12,7 @@ from engine.sampling.grammar_masks import Grammars
 from engine.scheduler.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.sequence_table import SequenceTable
+from engine.speculative.speculator import Speculator
 
 _log = logging.getLogger(__name__)
 
@@ -27,9 +28,11 @@ class RequestRelease:
         grammars: Grammars,
         prefix_cache: PrefixInserter,
         blocks: DeferredRelease,
+        speculator: Speculator | None = None,
     ) -> None:
         self._table, self._scheduler, self._intake, self._grammars = table, scheduler, intake, grammars
         self._prefix_cache, self._blocks = prefix_cache, blocks
+        self._speculator = speculator
 
     def release(self, request_id: RequestId) -> None:
         """Forget the request, whatever its state. Its blocks become cached or free. Idempotent."""
@@ -47,6 +50,8 @@ class RequestRelease:
             self._prefix_cache.insert_all(sequence)
         self._blocks.release(sequence.blocks)
         self._grammars.forget(sequence)
+        if self._speculator is not None:
+            self._speculator.ended(sequence)
 
     def fail(self, sequence: Sequence, message: str, code: str = TandemError.code) -> EngineFailure:
         """Release the request and return what is to be told of it."""

@@ -63,7 +63,7 @@ class Sequence:
         self.answer_start = self.num_prompt - num_answered
         self.blocks = array("i")
         self.digests: list[bytes] = []
-        self._root = salted(cache_salt)
+        self.cache_salt, self._root = cache_salt, salted(cache_salt)
         self.arrival = -1
         self.num_pending = 0
         self.num_computed = 0

@@ -17,6 +17,9 @@ class EngineSettings:
     it is 0.0. What was found out about the CPU is remembered in `cache_dir`. A cache on a GPU that
     takes what is free leaves `spare_nbytes` to others. `tensor_parallel` GPUs, `device` the first of them, share the
     model.
+
+    `speculate`: what guesses tokens, see engine.speculative.choice, and `draft_tokens` of them at most for each answer
+    in a step; all of these always, unless `adapts_drafts`.
     """
 
     model: str = ""
@@ -33,5 +36,8 @@ class EngineSettings:
     tensor_parallel: int = 1
     spare_nbytes: int = 0
     prefix_cache: bool = True
+    speculate: str = "off"
+    draft_tokens: int = 3
+    adapts_drafts: bool = True
     max_num_waiting: int = 1024
     cache_dir: Path = Path.home() / ".cache" / "tandem"

@@ -8,6 +8,7 @@ from engine.messages import EngineStats
 from engine.scheduler.scheduler import Scheduler
 from engine.sequence import Sequence, Status
 from engine.sequence_table import SequenceTable
+from engine.speculative.speculator import DraftCounters
 
 
 @dataclass
@@ -30,8 +31,10 @@ def engine_stats(
     compiling: Collection[Sequence],
     pool: BlockPool,
     counters: StepCounters,
+    drafts: DraftCounters | None = None,
 ) -> EngineStats:
     """Return how an engine stands now. `compiling`: the sequences that wait for their grammars."""
+    drafts = drafts or DraftCounters()
     queued = (*scheduler.waiting, *scheduler.running, *scheduler.loading.values(), *compiling)
     num_answers = sum(sequence.is_decoding for sequence in scheduler.running)
     num_prompt_tokens = sum(len(s.tokens) - s.num_computed for s in queued if not s.is_decoding)
@@ -50,4 +53,7 @@ def engine_stats(
         num_preemptions=scheduler.num_preemptions,
         num_prefill_tokens=counters.num_prefill_tokens,
         num_decode_tokens=counters.num_decode_tokens,
+        num_drafts=drafts.num_drafts,
+        num_draft_tokens=drafts.num_draft_tokens,
+        num_accepted_by_place=tuple(drafts.accepted_by_place),
     )

@@ -12,10 +12,11 @@ from engine.backend import Runner
 from engine.batch_sampling import TokenDraws
 from engine.cache.block_pool import BlockPool
 from engine.cache.deferred_release import DeferredRelease
+from engine.draft_verification import DraftVerification
 from engine.forward_pass import ForwardPass
 from engine.in_flight import InFlightBatch
 from engine.intake import Intake
-from engine.messages import Ended, Sampled, Started, StepObserver, StepOutput
+from engine.messages import Ended, EngineFailure, Sampled, Started, StepObserver, StepOutput, Verified
 from engine.request_release import RequestRelease
 from engine.sampling.grammar_masks import Grammars
 from engine.scheduler.batch import Batch, ScheduledChunk
@@ -50,11 +51,13 @@ class StepPipeline:
         runner: Runner,
         max_mixed_tokens: int,
         clock: Callable[[], float],
+        verification: DraftVerification | None = None,
     ) -> None:
         self._table, self._scheduler, self._pool, self._intake = table, scheduler, pool, intake
         self._grammars, self._requests, self._blocks = grammars, requests, blocks
         self._forward_pass, self._draws, self._stop_check = forward_pass, draws, stop_check
         self._runner, self._max_mixed_tokens, self._clock = runner, max_mixed_tokens, clock
+        self._verification = verification
         self._pacer = LaunchPacer()
         self.in_flight: InFlightBatch | None = None
         self.counters = StepCounters()
@@ -101,8 +104,11 @@ class StepPipeline:
         chunks, computed, failed = self._forward_pass.run(batch.chunks, observer)
         done = tuple(each for chunk in chunks for each in self._forward_pass.advance(chunk))
         sampling = [chunk.sequence for chunk in chunks if chunk.samples]
+        drafts = [chunk.draft for chunk in chunks if chunk.samples]
         self._pacer.record_launch(self._clock() - began_s)
-        return InFlightBatch(started, chunks, done, computed, failed, masks, sampling, kind_of(chunks), began_s)
+        return InFlightBatch(
+            started, chunks, done, computed, failed, masks, sampling, drafts, kind_of(chunks), began_s
+        )  # fmt: skip
 
     def _log_batch(self, batch: Batch) -> None:
         """Log what this step computes, and of requests that begin how much the prefix cache had."""
@@ -153,8 +159,6 @@ class StepPipeline:
     def _complete(self, batch: InFlightBatch, was_late: bool) -> StepOutput:
         """Wait for what the device computed, and return it. `was_late`: see LaunchPacer.record_completion."""
         sampling, tokens, lost = self._draws.collect(batch)
-        span_s = self._pacer.record_completion(batch.kind, batch.began_s, self._clock(), was_late)
-        self._blocks.on_completed()
         for sequence, token in zip(sampling, tokens, strict=True):
             if sequence.num_pending:
                 sequence.tokens.pop()
@@ -162,23 +166,33 @@ class StepPipeline:
             sequence.tokens.append(token.token_id)
         if self.in_flight is not None and self.in_flight.masks is None:  # first of all: the next draw waits for them
             self.in_flight = self._draws.begin_masks(self.in_flight)
-        num_prefill, num_decode = self._count(batch.chunks)
-        num_attended = float(sum(c.num_tokens * c.first_token for c in batch.chunks if not c.is_decode))
-        self._scheduler.mixed_budget.record(num_prefill, num_decode, span_s, num_attended)
+        further, verified, failed = self._verify(batch)
+        span_s = self._pacer.record_completion(batch.kind, batch.began_s, self._clock(), was_late)
+        self._blocks.on_completed()
+        num_prefill, num_decode = self._count(batch.chunks, span_s, sum(each.num_accepted for each in verified))
         return StepOutput(
             started=batch.started,
             chunks=batch.done_chunks,
-            sampled=tuple(Sampled(s.request_id, token) for s, token in zip(sampling, tokens, strict=True)),
+            sampled=(*(Sampled(s.request_id, token) for s, token in zip(sampling, tokens, strict=True)), *further),
             ended=tuple(end for sequence in sampling for end in self._settle(sequence)),
-            failed=(*batch.failed, *lost),
+            failed=(*batch.failed, *lost, *failed),
             num_prefill_tokens=num_prefill,
             num_decode_tokens=num_decode,
             scored=tuple(scores.told() for scores in batch.computed.scored),
             span_s=span_s,
+            verified=tuple(verified),
         )
+
+    def _verify(self, batch: InFlightBatch) -> tuple[list[Sampled], list[Verified], list[EngineFailure]]:
+        """Return what the drafts of the batch came to; nothing without speculative decoding."""
+        if self._verification is None or not any(batch.drafts):
+            return [], [], []
+        return self._verification.verify(batch)
 
     def _settle(self, sequence: Sequence) -> list[Ended]:
         """End the answer after a token, or hold it for its handoff, or leave it running."""
+        if not self._table.is_present(sequence):  # a token behind a drafted one could not be drawn
+            return []
         reason = self._stop_check.reason(sequence)
         if sequence.handoff:
             self._scheduler.remove(sequence)
@@ -189,9 +203,14 @@ class StepPipeline:
             self._scheduler.resume(sequence)
         return [] if reason is None else [Ended(sequence.request_id, sequence.num_generated, reason)]
 
-    def _count(self, chunks: SequenceOf[ScheduledChunk]) -> tuple[int, int]:
-        """Return the batch's tokens of prompts and of answers, counted."""
-        num_decode = sum(chunk.is_decode for chunk in chunks)
-        num_prefill = sum(chunk.num_tokens for chunk in chunks) - num_decode
-        self.counters.add(num_prefill, num_decode)
-        return num_prefill, num_decode
+    def _count(self, chunks: SequenceOf[ScheduledChunk], span_s: float, num_accepted: int) -> tuple[int, int]:
+        """Account the batch; return its tokens of prompts and of answers, accepted ones of drafts among these."""
+        num_answers = sum(chunk.is_decode for chunk in chunks)
+        num_rows = sum(chunk.num_rows for chunk in chunks if chunk.is_decode)
+        num_prefill = sum(chunk.num_tokens for chunk in chunks) - num_answers
+        num_attended = float(sum(c.num_tokens * c.first_token for c in chunks if not c.is_decode))
+        self._scheduler.mixed_budget.record(num_prefill, num_rows, span_s, num_attended)
+        if self._verification is not None and num_prefill == 0:
+            self._verification.record_step(num_rows, span_s)
+        self.counters.add(num_prefill, num_answers + num_accepted)
+        return num_prefill, num_answers + num_accepted

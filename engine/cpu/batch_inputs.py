@@ -57,19 +57,24 @@ class Inputs:
 def prepare(
     pieces: SequenceOf[ScheduledChunk], scored: SequenceOf[PromptLogprobSpan], heads: HeadShape, cache: KVCache
 ) -> Inputs:
-    """`pieces` in the order of Batch. Rows of the batch are their tokens in order."""
+    """`pieces` in the order of Batch. Rows of the batch are their tokens in order.
+
+    Those of a draft come behind each. A drafted token is computed as the newest token of its sequence would be: by the
+    kernel that decode takes, over a context of its own. So what is accepted is to the bit what it would be without.
+    """
+    places = _places(pieces)
     rows = AttentionChunks(
-        tables=_tables(pieces),
-        starts=np.array([piece.first_token for piece in pieces]),
-        counts=np.array([piece.num_tokens for piece in pieces]),
-        answers=np.array([piece.is_answer for piece in pieces]),
+        tables=_tables(pieces)[places.owners],
+        starts=places.starts,
+        counts=places.counts,
+        answers=np.array([piece.is_answer for piece in pieces])[places.owners],
     )
     counts, answers = rows.counts, rows.answers
-    samples = np.array([piece.samples for piece in pieces])
+    samples = np.array([piece.samples for piece in pieces])[places.owners]
     num_decodes = int((answers & (counts == 1)).sum())
-    owners = np.repeat(np.arange(len(pieces)), counts)
+    owners = np.repeat(np.arange(len(counts)), counts)
     positions = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts - rows.starts, counts)
-    token_ids = np.concatenate([np.frombuffer(p.sequence.tokens, np.int32)[p.first_token : p.end] for p in pieces])
+    token_ids = np.concatenate([part for piece in pieces for part in _token_ids(piece)])
     wanted = [(np.cumsum(counts) - 1)[samples], *(span.rows.numpy() for span in scored)]
     lasts = tails(counts, np.concatenate(wanted))
     left = tail_rows(counts, lasts)
@@ -85,6 +90,35 @@ def prepare(
         attention=_plans(rows, num_decodes, heads, cache),
         logit_rows=None if len(left) == len(owners) else _tails(rows, lasts, left, num_decodes, heads, cache),
     )
+
+
+@dataclass(frozen=True)
+class _Places:
+    """The places of a batch that attend by themselves: a piece each, and a token each of its draft.
+
+    `owners`: the pieces, by index; `starts` and `counts`: tokens of these sequences.
+    """
+
+    owners: np.ndarray
+    starts: np.ndarray
+    counts: np.ndarray
+
+
+def _places(pieces: SequenceOf[ScheduledChunk]) -> _Places:
+    firsts = np.array([piece.first_token for piece in pieces])
+    counts = np.array([piece.num_tokens for piece in pieces])
+    if not any(piece.draft for piece in pieces):
+        return _Places(np.arange(len(pieces)), firsts, counts)
+    parts = np.array([1 + len(piece.draft) for piece in pieces])
+    owners = np.repeat(np.arange(len(pieces)), parts)
+    indices = np.arange(len(owners)) - np.repeat(np.cumsum(parts) - parts, parts)
+    starts = firsts[owners] + np.where(indices > 0, counts[owners] - 1 + indices, 0)
+    return _Places(owners, starts, np.where(indices > 0, 1, counts[owners]))
+
+
+def _token_ids(piece: ScheduledChunk) -> list[np.ndarray]:
+    known = np.frombuffer(piece.sequence.tokens, np.int32)[piece.first_token : piece.end]
+    return [known, np.array(piece.draft.token_ids, np.int32)] if piece.draft else [known]
 
 
 def _tails(

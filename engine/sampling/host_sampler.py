@@ -6,7 +6,9 @@ The order is that of vLLM and of OpenAI's documentation: that of logits_processo
 """
 
 import logging
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
+from types import MappingProxyType
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -18,12 +20,17 @@ from engine.sampling.logits_processors import LogitsAdjustment, LogitsProcessorS
 from engine.sampling.philox import uniform
 from engine.sampling.token_masks import NO_MASKS, MaskMemory, TokenMasks
 from engine.sequence import Sequence
+from engine.speculative.acceptance import accept_or_redraw
+from engine.speculative.proposer import DrawnGuess
 
 _log = logging.getLogger(__name__)
 
 # Sorting a whole vocabulary costs milliseconds a row; nearly always the nucleus lies within so many of the
 # likeliest tokens.
 _NUCLEUS = 1024
+_COINS = 1 << 62
+"""Beside the number of a choice: the numbers that decide whether a draft model's guess is kept."""
+NO_GUESSES: Mapping[int, DrawnGuess] = MappingProxyType({})
 
 
 class Sampler:
@@ -50,20 +57,45 @@ class Sampler:
         return _tokens(sequences, logits_BV, chosen.tolist())
 
     def sample_each(
-        self, sequences: SequenceOf[Sequence], logits_BV: torch.Tensor, masks: TokenMasks
+        self,
+        sequences: SequenceOf[Sequence],
+        logits_BV: torch.Tensor,
+        masks: TokenMasks,
+        guesses: Mapping[int, DrawnGuess] = NO_GUESSES,
     ) -> list[Token | str]:
         """If the rows fail together, each is drawn alone: what one request asks for ends no other.
 
-        In place of the token of one that fails, why.
+        In place of the token of one that fails, why. `guesses`: by row, what a draft model drew there, which is kept as
+        often as it may be.
         """
         try:
-            return list(self.sample(sequences, logits_BV, masks))
+            tokens = self.sample(sequences, logits_BV, masks)
+            for row, guess in guesses.items():
+                if not sequences[row].sampling.is_greedy:
+                    tokens[row] = self._keep_or_redraw(sequences[row], logits_BV[row : row + 1], masks, guess)
+            return list(tokens)
         except Exception as error:  # whatever a request's parameters bring about
             _log.exception("%d tokens can't be drawn", len(sequences))
             if len(sequences) == 1:
                 return [str(error)]
         rows = range(len(sequences))
-        return [self.sample_each([sequences[row]], logits_BV[row : row + 1], masks)[0] for row in rows]
+        alone = [{0: guesses[row]} if row in guesses else NO_GUESSES for row in rows]
+        return [self.sample_each([sequences[row]], logits_BV[row : row + 1], masks, alone[row])[0] for row in rows]
+
+    @torch.inference_mode()
+    def _keep_or_redraw(
+        self, sequence: Sequence, logits_1V: torch.Tensor, masks: TokenMasks, guess: DrawnGuess
+    ) -> Token:
+        """Return the guess, or what rejection sampling puts in its place.
+
+        The number that decides has a stream of its own beside the one that draws; both are keyed as ever.
+        """
+        adjusted = self.adjusted([sequence], logits_1V, masks)
+        scaled = filter_logits(adjusted / sequence.sampling.temperature, [sequence.sampling])
+        p_V = scaled.softmax(-1).double()[0].numpy()
+        coin, point = (float(_points([sequence], stream)[0]) for stream in (_COINS, 0))
+        _, token_id = accept_or_redraw(guess.token_id, p_V, guess.q_V, coin, point)
+        return _tokens([sequence], logits_1V, [token_id])[0]
 
     def adjusts(self, sequence: Sequence) -> bool:
         """The sequence asks for more than temperature and filters: its logits are changed first."""
@@ -122,14 +154,15 @@ def sample_tokens(sequences: SequenceOf[Sequence], logits_BV: torch.Tensor) -> t
     return torch.searchsorted(cumulative, points, right=True)[:, 0].clamp_(max=logits_BV.shape[1] - 1)
 
 
-def _points(sequences: SequenceOf[Sequence]) -> np.ndarray:
+def _points(sequences: SequenceOf[Sequence], stream: int = 0) -> np.ndarray:
     """Return the positions that key the draws.
 
-    It is the absolute position of the token, so a replay from a longer prompt draws the same number.
+    It is the absolute position of the token, so a replay from a longer prompt draws the same number. `stream`: 0, or
+    _COINS for numbers that are independent of these.
     """
     mask = (1 << 64) - 1
     seeds = np.array([sequence.sampling.seed & mask for sequence in sequences], np.uint64)
-    choices = np.array([sequence.sampling.choice for sequence in sequences], np.uint64)
+    choices = np.array([sequence.sampling.choice | stream for sequence in sequences], np.uint64)
     positions = np.array([len(sequence.tokens) for sequence in sequences], np.uint64)
     return uniform(seeds, choices, positions)
 

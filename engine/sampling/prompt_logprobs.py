@@ -53,7 +53,7 @@ def spans(pieces: SequenceOf[ScheduledChunk]) -> list[PromptLogprobSpan]:
         for at in range(0, len(targets), ROWS):
             part = targets[at : at + ROWS]
             found.append(PromptLogprobSpan(piece, part, row + part.start - 1 - piece.first_token))
-        row += piece.num_tokens
+        row += piece.num_rows
     return found
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from engine.sequence import Sequence
+from engine.speculative.proposer import NO_DRAFT, Draft
 
 PROMPTS_SHARE = 0.25
 """The share of a step with answers that is the prompts', whatever the number of answers."""
@@ -15,15 +16,25 @@ def prompt_tokens_per_mixed_step(max_mixed_tokens: int, num_answers: int) -> int
 
 @dataclass(frozen=True)
 class ScheduledChunk:
-    """Tokens `[first_token, first_token + num_tokens)` of one sequence."""
+    """Tokens `[first_token, first_token + num_tokens)` of one sequence.
+
+    `draft`: behind the newest token of an answer, those that are guessed to follow. They are not among `num_tokens`;
+    each has a row of its own, which says what comes after it.
+    """
 
     sequence: Sequence
     first_token: int
     num_tokens: int
+    draft: Draft = NO_DRAFT
 
     @property
     def end(self) -> int:
         return self.first_token + self.num_tokens
+
+    @property
+    def num_rows(self) -> int:
+        """Return how many rows of the batch it has: a token each, drafted ones among them."""
+        return self.num_tokens + len(self.draft)
 
     @property
     def is_answer(self) -> bool:

@@ -18,6 +18,7 @@ from contracts.kv_loss import EXACT
 from engine.cache.block_pool import BlockPool
 from engine.cache.load_plan import LowerTiers, PrefixLoad
 from engine.scheduler.batch import Batch, ScheduledChunk
+from engine.scheduler.draft_rows import DraftRows
 from engine.scheduler.mixed_budget import MixedBudget
 from engine.sequence import Sequence, Status
 
@@ -61,10 +62,15 @@ class Scheduler:
     """
 
     def __init__(
-        self, pool: BlockPool, limits: SchedulerLimits, before_preemption: Callable[[Sequence], None] = lambda _: None
+        self,
+        pool: BlockPool,
+        limits: SchedulerLimits,
+        before_preemption: Callable[[Sequence], None] = lambda _: None,
+        drafts: DraftRows | None = None,
     ) -> None:
         self._pool = pool
         self._limits = limits
+        self.drafts = drafts
         self._before_preemption = self._on_loaded = before_preemption  # either way its blocks become findable
         self.mixed_budget = MixedBudget(
             limits.max_mixed_tokens, pool.block_size, limits.graph_rows, limits.itl_objective_s
@@ -170,8 +176,11 @@ class Scheduler:
         pieces = self._decodes()
         has_answers = len(pieces) + num_reserved > 0
         waiting = self._waiting_prompts() if has_answers and self.mixed_budget.has_objective else (0, 0)
-        beside_answers = self.mixed_budget.prompt_tokens(len(pieces), *waiting)
-        budget = _Budget(self._limits.max_batched_tokens - len(pieces), beside_answers, has_answers)
+        if self.drafts is not None and pieces:
+            pieces = self.drafts.add(pieces, len(self.running), self._limits.max_batched_tokens - len(pieces))
+        num_rows = sum(piece.num_rows for piece in pieces)
+        beside_answers = self.mixed_budget.prompt_tokens(num_rows, *waiting)
+        budget = _Budget(self._limits.max_batched_tokens - num_rows, beside_answers, has_answers)
         pieces += self._chunks([s for s in self._in_turn if not s.is_decoding], budget)
         pieces += self._admit(budget, num_reserved)
         pieces.sort(key=_phase)

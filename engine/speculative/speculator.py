@@ -1,0 +1,113 @@
+"""Speculative decoding as the scheduler and the step pipeline see it."""
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+
+from engine.sequence import Sequence
+from engine.speculative.acceptance_rates import AcceptanceRates
+from engine.speculative.draft_lengths import choose_lengths
+from engine.speculative.proposer import NO_DRAFT, Draft, Proposer
+from engine.speculative.row_times import RowTimes
+
+PROBE_PERIOD = 64
+"""So often a draft that does not seem to pay is tried with one token.
+
+What is never tried would never seem to pay again.
+"""
+
+
+@dataclass
+class DraftCounters:
+    """The drafts since the start, and of their tokens how many were right, by their place in the draft."""
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    accepted_by_place: list[int] = field(default_factory=list)
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        return sum(self.accepted_by_place)
+
+    def add(self, num_tokens: int, num_accepted: int) -> None:
+        self.num_drafts += 1
+        self.num_draft_tokens += num_tokens
+        for place in range(num_accepted):
+            self.accepted_by_place[place] += 1
+
+
+class Speculator:
+    """The giver of rows to drafts: as many as pay.
+
+    `max_draft_tokens`: of a draft, at least 1. `is_adaptive`: rows are given by measured acceptance and step times;
+    else each draft gets all. Pure: it reads no clock.
+    """
+
+    def __init__(self, proposer: Proposer, max_draft_tokens: int, max_model_len: int, is_adaptive: bool = True) -> None:
+        self._proposer, self._max_draft_tokens = proposer, max_draft_tokens
+        self._max_model_len, self._is_adaptive = max_model_len, is_adaptive
+        self._rates, self._times = AcceptanceRates(), RowTimes()
+        self._num_unpaid = 0
+        self.counters = DraftCounters(accepted_by_place=[0] * max_draft_tokens)
+
+    def propose(self, sequences: SequenceOf[Sequence], max_rows: int) -> list[Draft]:
+        """Return the draft of each sequence that is to be verified in the next step, empty ones among them.
+
+        `sequences`: all that decode in it, a row each. `max_rows`: of all drafts together, at most.
+        """
+        limits = [self._limit(sequence) for sequence in sequences]
+        asked = [place for place, limit in enumerate(limits) if limit > 0]
+        if not asked or max_rows <= 0:
+            return [NO_DRAFT] * len(sequences)
+        guesses = self._proposer.propose([sequences[place] for place in asked], [limits[place] for place in asked])
+        drafts = [NO_DRAFT] * len(sequences)
+        for place, draft in zip(asked, guesses, strict=True):
+            drafts[place] = draft.first(limits[place])
+        lengths = self._lengths(sequences, drafts, max_rows)
+        return [draft.first(length) for draft, length in zip(drafts, lengths, strict=True)]
+
+    def record_draft(self, sequence: Sequence, draft: Draft, num_accepted: int) -> None:
+        """Learn what became of a draft that was verified."""
+        self.counters.add(len(draft), num_accepted)
+        self._rates.record(sequence, draft, num_accepted)
+
+    def record_step(self, num_rows: int, span_s: float) -> None:
+        """Learn from a step of so many rows, all of answers."""
+        self._times.record(num_rows, span_s)
+
+    def ended(self, sequence: Sequence) -> None:
+        """Take note that nothing follows the sequence."""
+        self._proposer.ended(sequence)
+
+    def _limit(self, sequence: Sequence) -> int:
+        """Return how many tokens may be drafted.
+
+        One that the answer has no room for would be computed in vain.
+        """
+        if not sequence.sampling.speculate:
+            return 0
+        left = min(sequence.sampling.max_tokens - sequence.num_generated, self._max_model_len - len(sequence.tokens))
+        return max(0, min(self._max_draft_tokens, left - 1))
+
+    def _lengths(self, sequences: SequenceOf[Sequence], drafts: SequenceOf[Draft], max_rows: int) -> list[int]:
+        if not any(drafts):
+            return [0] * len(drafts)
+        if not self._is_adaptive:
+            return _fitting([len(draft) for draft in drafts], max_rows)
+        chances = [self._rates.chances(sequence, draft) for sequence, draft in zip(sequences, drafts, strict=True)]
+        lengths = choose_lengths(chances, len(sequences), max_rows, self._times.step_s)
+        if any(lengths):
+            return lengths
+        self._num_unpaid += 1
+        if self._num_unpaid % PROBE_PERIOD:
+            return lengths
+        likeliest = max(range(len(drafts)), key=lambda place: chances[place][:1] or [0.0])
+        return [int(place == likeliest) for place in range(len(drafts))]
+
+
+def _fitting(lengths: SequenceOf[int], max_rows: int) -> list[int]:
+    """Return the lengths, cut where their sum is beyond `max_rows`: the first come first."""
+    fitting: list[int] = []
+    for length in lengths:
+        fitting.append(min(length, max_rows))
+        max_rows -= fitting[-1]
+    return fitting
