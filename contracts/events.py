@@ -70,6 +70,9 @@ class Prefilled(msgspec.Struct, frozen=True, tag="prefilled"):
 class Tokens(msgspec.Struct, frozen=True, tag="tokens", omit_defaults=True):
     """Some tokens of an answer.
 
+    `num_drafted`: tokens that were guessed and verified in the step which gave these, of which `num_accepted` are among
+    them.
+
     `stages_s` comes with the first tokens of a worker that did not compute the prompt: its account of time so far,
     stage -> seconds. So a request that ends early, because its client left or a stop string was found, has an account
     too.
@@ -79,6 +82,8 @@ class Tokens(msgspec.Struct, frozen=True, tag="tokens", omit_defaults=True):
     epoch: Epoch
     tokens: list[Token]
     stages_s: dict[str, float] = {}
+    num_drafted: int = 0
+    num_accepted: int = 0
 
 
 class Finished(msgspec.Struct, frozen=True, tag="finished"):

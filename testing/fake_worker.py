@@ -51,6 +51,7 @@ class FakeWorker:
     ways: TransferCapabilities | None = None
     max_model_len: int = 2048
     cached_tokens: int = 0
+    drafts: tuple[int, int] = (0, 0)
     script: Sequence[int] = ()
     load: NodeLoad = field(default_factory=NodeLoad)
     jobs: list[Job] = field(default_factory=list)
@@ -181,7 +182,11 @@ class FakeWorker:
                 await self._next_step()
                 last = [self._end(job)] if index == total - 1 else []
                 told = stages if index == first + 1 else {}
-                self.publish(job.gateway_id, [msgspec.structs.replace(self._token(job, index), stages_s=told), *last])
+                num_drafted, num_accepted = self.drafts
+                tokens = msgspec.structs.replace(
+                    self._token(job, index), stages_s=told, num_drafted=num_drafted, num_accepted=num_accepted
+                )
+                self.publish(job.gateway_id, [tokens, *last])
 
     async def _next_step(self) -> None:
         """All answers step together. Without a period, when the former step's frame has been written."""

@@ -192,8 +192,9 @@ class FakeEngine:
         return Sampled(key, token)
 
     def stats(self) -> EngineStats:
-        counts = dict.fromkeys(EngineStats.__dataclass_fields__, 0)
-        return EngineStats(**counts | {"free_tokens": self.capacity_tokens - self.held * self.layout.block_size})
+        counts: dict = dict.fromkeys(EngineStats.__dataclass_fields__, 0)
+        free = self.capacity_tokens - self.held * self.layout.block_size
+        return EngineStats(**counts | {"free_tokens": free, "num_accepted_by_place": ()})
 
     @property
     def capacity_tokens(self) -> int:

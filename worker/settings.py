@@ -18,6 +18,8 @@ Side = Literal["prefill", "decode", "mixed"]
 Transfer = Literal["auto", "nvlink", "ucx", "shm", "tcp"]
 KVCodec = Literal["auto", "off", "lossless", "8bit", "6bit", "4bit", "3bit"]
 """The names of kv_transfer.codecs.level, written out for the help."""
+Speculate = Literal["auto", "off", "ngram", "suffix"]
+"""The names of engine.speculative.choice."""
 
 
 class WorkerSettings(BaseSettings):
@@ -84,6 +86,12 @@ class WorkerSettings(BaseSettings):
         ge=0,
         description="token budget of a step with answers, a quarter of it prompts'; 0: as others, on a GPU 1024",
     )
+    speculate: Speculate = Field(
+        "off",
+        description="guess tokens of answers and verify several in one step, on a CPU; ngram: from the request's text; "
+        "suffix: from that and earlier answers; auto: suffix, on a GPU off",
+    )
+    draft_tokens: int = Field(3, ge=1, le=16, description="most tokens that are guessed of an answer at a time")
     itl_objective_ms: float = Field(
         0.0,
         ge=0,

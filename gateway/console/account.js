@@ -61,16 +61,22 @@ export function split(facts, timing) {
     ["load", stages.prefill_load, "read KV that was computed earlier from memory, disk or store"],
     ["compute", stages.prefill_prefill, `computed ${facts.prompt_tokens - facts.cached_tokens} of ${facts.prompt_tokens} prompt tokens, sampled token 0`],
   ]);
+  const produced = `produced the other tokens${guessed(facts)}`;
   const isLocal = stages.prefill !== undefined; // one worker did both, and its account repeats the prefill side's
-  const decode = lay("decode", facts.decode, total, isLocal ? [["decode", stages.decode, "produced the other tokens"]] : [
+  const decode = lay("decode", facts.decode, total, isLocal ? [["decode", stages.decode, produced]] : [
     ["expect", stages.expect, "had the job; the offer was not yet there"],
     ["land", stages.land, "granted pages; took chunks until the last was checked"],
     ["join", stages.queue, "committed; waited for the next batch"],
     ["replay", stages.replay, "lost its worker; went on with another"],
     ["migrate", stages.migrate, "moved to another worker, while it went on"],
-    ["decode", stages.decode, "produced the other tokens"],
+    ["decode", stages.decode, produced],
   ]);
   return [...here, ...gateway(stages, prefill, first, total), ...prefill, ...decode];
+}
+
+/** Return what speculative decoding did for an answer, in words. */
+function guessed({ accepted_tokens: right = 0, rejected_tokens: wrong = 0 }) {
+  return right + wrong === 0 ? "" : `, ${right} of them guessed ahead; ${wrong} guessed in vain`;
 }
 
 function page(timing, first) {

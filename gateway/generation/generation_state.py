@@ -76,6 +76,7 @@ class GenerationState:
     """Owned by the event loop.
 
     After the first piece with `finish` or `failed` there is no other. `servers`: who has it now, prefill and decode.
+    `num_drafted`: tokens that were guessed for it by speculative decoding, of which `num_accepted` were right.
     """
 
     request: GenerationRequest
@@ -91,6 +92,8 @@ class GenerationState:
     gaps_s: list[float] = field(default_factory=list)
     finish: FinishReason | None = None
     servers: dict[str, str] = field(default_factory=dict)
+    num_drafted: int = 0
+    num_accepted: int = 0
 
     def __post_init__(self) -> None:
         sampling = self.request.sampling
@@ -164,6 +167,8 @@ class GenerationState:
             return None
         if isinstance(event, Tokens) and event.epoch == self.sequencer.epoch:
             self._hear_of(event.stages_s)
+            self.num_drafted += event.num_drafted
+            self.num_accepted += event.num_accepted
         parts: list[str] = []
         for ready in self.sequencer.feed(event):
             match ready:

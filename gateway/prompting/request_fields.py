@@ -53,6 +53,7 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
     include_stop_str_in_output: bool | None = None
     bad_words: Annotated[list[Word], Meta(max_length=256)] | None = None
     allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=1 << 20)] | None = None
+    speculate: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None

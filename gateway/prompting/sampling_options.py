@@ -83,6 +83,7 @@ async def build(
         grammar=grammar,
         bad_words=await tokenizer.spellings(request.bad_words or []),
         allowed_token_ids=tuple(dict.fromkeys(request.allowed_token_ids or ())),
+        speculate=request.speculate is not False,
     )
 
 

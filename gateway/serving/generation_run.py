@@ -211,6 +211,8 @@ class GenerationRun:
             "prompt_tokens": usage.prompt_tokens,
             "cached_tokens": usage.cached_tokens,
             "completion_tokens": usage.completion_tokens,
+            "accepted_tokens": usage.accepted_tokens,
+            "rejected_tokens": usage.rejected_tokens,
             "ttft_s": _rounded(ttft_s),
             "itl_mean_s": _rounded(sum(gaps) / len(gaps) if gaps else None),
             "itl_max_s": _rounded(max((gap for answer in self.answers for gap in answer.gaps_s), default=None)),
@@ -235,6 +237,8 @@ def _usage(answers: Sequence[GenerationState]) -> Usage:
         sum(len(answer.request.token_ids) for answer in prompts.values()),
         sum(answer.num_tokens for answer in answers),
         sum(min(answer.cached_tokens, len(answer.request.token_ids)) for answer in prompts.values()),
+        accepted_tokens=sum(answer.num_accepted for answer in answers),
+        rejected_tokens=sum(answer.num_drafted - answer.num_accepted for answer in answers),
     )
 
 

@@ -4,7 +4,7 @@ import argparse
 import contextlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,17 +56,24 @@ def run(options: argparse.Namespace, home: Path) -> int:
 class Timing:
     """The timing of one answer.
 
-    Times are seconds of one clock; `num_tokens` is as the server counts them.
+    Times are seconds of one clock; `num_tokens` is as the server counts them, of which `num_guessed` were guessed.
     """
 
     asked_s: float
     first_s: float | None = None
     last_s: float = 0.0
     num_tokens: int = 0
+    num_guessed: int = 0
 
     def piece(self, now: float) -> None:
         self.first_s = now if self.first_s is None else self.first_s
         self.last_s = now
+
+    def count(self, usage: Mapping[str, Any]) -> None:
+        """Take in what the server has counted so far, if it says so."""
+        self.num_tokens = usage.get("completion_tokens", self.num_tokens)
+        details = usage.get("completion_tokens_details") or {}
+        self.num_guessed = details.get("accepted_prediction_tokens", self.num_guessed)
 
     @property
     def tokens_per_s(self) -> float:
@@ -78,7 +85,8 @@ class Timing:
         if self.first_s is None:
             return "[no token]"
         rate = f", {self.tokens_per_s:.1f} tok/s" if self.tokens_per_s else ""
-        return f"[TTFT {(self.first_s - self.asked_s) * 1000:.0f} ms, {self.num_tokens} tokens{rate}]"
+        guessed = f", {self.num_guessed} guessed" if self.num_guessed else ""
+        return f"[TTFT {(self.first_s - self.asked_s) * 1000:.0f} ms, {self.num_tokens} tokens{guessed}{rate}]"
 
 
 @dataclass
@@ -104,7 +112,7 @@ class Talk:
         timing = Timing(time.monotonic())
         try:
             for event in target.stream(f"{self.url}/v1/chat/completions", self._body()):
-                timing.num_tokens = (event.get("usage") or {}).get("completion_tokens", timing.num_tokens)
+                timing.count(event.get("usage") or {})
                 for thought in _pieces(event, "reasoning"):
                     timing.piece(time.monotonic())
                     is_thinking = True

@@ -277,6 +277,17 @@ def explain_device(found: "Caps") -> Iterator[tuple[str, Level]]:
         yield f"  {choice.op}: {choice.impl.name}{against}", Level.OK
 
 
+def _speculation(options: argparse.Namespace) -> Iterator[tuple[str, Level]]:
+    from engine.speculative.choice import PROPOSERS, proposer_name
+
+    chosen = proposer_name("auto", "cpu")
+    yield (
+        f"--speculate {', '.join(PROPOSERS)}: guess tokens without weights, on the CPU; auto takes {chosen}, and as "
+        "many tokens as pay by what steps take and how many guesses are right; on a GPU it is off",
+        Level.OK,
+    )
+
+
 def _model(options: argparse.Namespace) -> Iterator[tuple[str, Level]]:
     checkpoint = open_checkpoint(options.model)
     config = checkpoint.config
@@ -353,5 +364,6 @@ CHECKS: dict[str, Check] = {
     "transports": _transports,
     "kv codec": _codec,
     "cpu": _cpu,
+    "drafts": _speculation,
     "gpu": _gpu,
 }

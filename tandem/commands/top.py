@@ -49,6 +49,7 @@ TIER_COLUMNS = ("tiers", "of", "state", "GB", "blocks", "loaded/s", "evicted/s",
 HANDOFFS = {"RESERVING": "offered", "HELD": "waiting for pages", "TRANSFERRING": "granted", "COMMITTED": "committed"}
 """The states of the coordinator's table that a handoff passes -> their names in this view."""
 MOVED, PAUSED = "tandem_worker_migrations_committed_total", "tandem_worker_migration_pause_seconds_total"
+DRAFTS, ACCEPTED = "tandem_worker_drafts_total", "tandem_worker_accepted_tokens_total"
 WIDE = 100
 
 
@@ -101,7 +102,7 @@ def view(before: Look, after: Look, width: int) -> Group:
     for port in sorted({int(row["port"] or 0) for row in after.rows}):
         rows = [row for row in after.rows if row["port"] == port]
         gap = 1 if width < WIDE else 3
-        views = (_gateways, _handoffs, _migrations, _workers, _links, _tiers)
+        views = (_gateways, _handoffs, _migrations, _drafts, _workers, _links, _tiers)
         made = [table(rows, before, after, gap) for table in views]
         parts += [part for table in made if table is not None for part in (table, Text())]
     return Group(*parts[:-1])
@@ -145,6 +146,18 @@ def _migrations(rows: Sequence[ps.Row], before: Look, after: Look, gap: int) -> 
     line = Text("migrations", "dim")
     line.append(f"{' ' * (gap + 2)}{_number(rate, 1)}/s", "bold not dim" if rate else "dim")
     line.append(f"{' ' * (gap + 2)}paused {_number(_ms(paused_s / rate if rate else None), 1)} ms each", "dim")
+    return line
+
+
+def _drafts(rows: Sequence[ps.Row], before: Look, after: Look, gap: int) -> Text | None:
+    """Return a line about speculative decoding, or None while no worker has verified a draft."""
+    changes = [change(row, before, after) for row in rows if row["role"] in ps.WORKERS]
+    if not any(since.after.get(DRAFTS) for since in changes):
+        return None
+    rate, right = (sum(since.rate(name) or 0.0 for since in changes) for name in (DRAFTS, ACCEPTED))
+    line = Text("drafts", "dim")
+    line.append(f"{' ' * (gap + 2)}{_number(rate, 1)}/s", "bold not dim" if rate else "dim")
+    line.append(f"{' ' * (gap + 2)}{_number(1 + right / rate if rate else None, 2)} tokens a step with one", "dim")
     return line
 
 

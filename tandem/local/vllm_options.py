@@ -1,5 +1,6 @@
 """The options of `vllm serve`, translated to those of `tandem up`."""
 
+import json
 from collections.abc import Sequence
 
 from contracts.errors import ConfigError
@@ -41,7 +42,6 @@ OTHERWISE = {
     "--trust-remote-code": "no code of a model's folder is run",
     "--enable-lora": "adapters are not served",
     "--lora-modules": "adapters are not served",
-    "--speculative-config": "there is no speculative decoding",
     "--ssl-keyfile": "let a proxy end TLS",
     "--ssl-certfile": "let a proxy end TLS",
     "--uds": "the gateway listens on TCP: --host and --port",
@@ -52,6 +52,10 @@ OTHERWISE = {
 }
 """The options without an equal here -> the advice for each."""
 
+
+SPECULATION = "--speculative-config"
+DRAFTERS = ("ngram", "suffix")
+"""The methods of vLLM's that are served here, by the same names."""
 
 LENGTHS = {"--max-model-len", "--max-num-seqs", "--max-num-batched-tokens"}
 """The options whose number may have a unit."""
@@ -71,6 +75,9 @@ def translated(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         flag, equals, value = word.partition("=")
         if flag in OTHERWISE:
             raise ConfigError(f"{flag} is an option of vLLM's: {OTHERWISE[flag]}")
+        if flag == SPECULATION:
+            told += _speculation(value if equals else words.pop(0) if words else "")
+            continue
         if flag in ALWAYS:
             del words[: 0 if equals else ALWAYS[flag]]
             notes.append(f"{flag} changes nothing: it is so without it")
@@ -79,6 +86,20 @@ def translated(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         if words and not equals:
             words[0] = _value(flag, words[0])
     return told, notes
+
+
+def _speculation(given: str) -> list[str]:
+    """Return our options for the JSON of vLLM's. Raises ConfigError for what it has that is not served."""
+    try:
+        config = json.loads(given)
+        method, count = config.pop("method", None), config.pop("num_speculative_tokens", None)
+    except (ValueError, AttributeError, TypeError) as error:
+        raise ConfigError(f"{SPECULATION} takes a JSON object, and got {given!r}") from error
+    if method not in DRAFTERS:
+        raise ConfigError(f"{SPECULATION}: the method {method!r} is not served; there are {', '.join(DRAFTERS)}")
+    if config:
+        raise ConfigError(f"{SPECULATION}: there is no equal here to {', '.join(config)}; leave it out")
+    return ["--speculate", method, *([] if count is None else ["--draft-tokens", str(count)])]
 
 
 def _value(flag: str, given: str) -> str:

@@ -92,10 +92,12 @@ def _device_engine(settings: EngineSettings, dtype: str) -> Engine:
 
 
 class Cores:
-    def __init__(self, model: str, transfer: str, device_dtypes: tuple[str, str] = ("", "")) -> None:
+    """A pair. `device_dtypes`: see Worker. `changes`: of the settings of both."""
+
+    def __init__(self, model: str, transfer: str, device_dtypes: tuple[str, str] = ("", ""), **changes: Any) -> None:
         secret = secrets.token_hex(8)
-        self.prefill = Worker(WorkerRole.PREFILL, model, transfer, secret, device_dtypes[0])
-        self.decode = Worker(WorkerRole.DECODE, model, transfer, secret, device_dtypes[1])
+        self.prefill = Worker(WorkerRole.PREFILL, model, transfer, secret, device_dtypes[0], **changes)
+        self.decode = Worker(WorkerRole.DECODE, model, transfer, secret, device_dtypes[1], **changes)
         self._num_asked = 0
 
     def __enter__(self) -> "Cores":

@@ -3,6 +3,7 @@
 import secrets
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -13,8 +14,10 @@ from contracts.node import WorkerRole
 from contracts.request import Cancel, CancelMigration, Job, JobMessage, Route
 from contracts.sampling import SamplingParams
 from engine.loader import load_engine
+from engine.speculative.choice import PROPOSERS
 from tests.e2e.tiny import VOCAB, save_tiny
 from tests.engine.driving import drain, greedy, random_prompts, request, settings
+from tests.engine.speculative.drafting import KnowingProposer
 from tests.path.cores import GATEWAY, Worker
 from worker.handoff import migration_source
 from worker.messages import CoreFrame, Work
@@ -35,9 +38,10 @@ PROMPTS = dict(zip(SAMPLINGS, random_prompts(VOCAB, (37, 64, 5, 90)), strict=Tru
 class Movers:
     """Workers in one process, and what a gateway hears of them."""
 
-    def __init__(self, model: str, roles: tuple[WorkerRole, ...]) -> None:
+    def __init__(self, model: str, roles: tuple[WorkerRole, ...], **changes: Any) -> None:
         secret, names = secrets.token_hex(8), "abc"
-        self.workers = [Worker(role, model, "tcp", secret, worker_id=names[i]) for i, role in enumerate(roles)]
+        made = zip(names, roles, strict=False)
+        self.workers = [Worker(role, model, "tcp", secret, worker_id=name, **changes) for name, role in made]
         self.events: list[tuple[Worker, Event]] = []
 
     def turn(self) -> None:
@@ -122,12 +126,24 @@ def movers(request: pytest.FixtureRequest, model: str) -> Iterator[Movers]:
 
 
 @pytest.fixture
+def guessing(model: str, expected: dict[str, list[Token]], monkeypatch: pytest.MonkeyPatch) -> Iterator[Movers]:
+    """Workers whose drafter knows the answers, but for a token in ten."""
+    monkeypatch.setitem(PROPOSERS, "suffix", KnowingProposer)
+    monkeypatch.setattr(KnowingProposer, "wrong", 0.1)
+    monkeypatch.setattr(KnowingProposer, "vocab", VOCAB)
+    KnowingProposer.answers = {
+        tuple(PROMPTS[name]): [token.token_id for token in answer] for name, answer in expected.items()
+    }
+    yield from _made(model, (WorkerRole.DECODE, WorkerRole.DECODE), speculate="suffix", draft_tokens=5)
+
+
+@pytest.fixture
 def pair(model: str) -> Iterator[Movers]:
     yield from _made(model, (WorkerRole.DECODE, WorkerRole.DECODE))
 
 
-def _made(model: str, roles: tuple[WorkerRole, ...]) -> Iterator[Movers]:
-    made = Movers(model, roles)
+def _made(model: str, roles: tuple[WorkerRole, ...], **changes: Any) -> Iterator[Movers]:
+    made = Movers(model, roles, **changes)
     yield made
     for worker in made.workers:
         worker.node.close()
@@ -140,6 +156,16 @@ def is_same(found: list[Token], expected: list[Token]) -> bool:
 
 
 def test_answers_move_there_and_back_and_are_those_that_never_moved(movers: Movers, expected: dict[str, list[Token]]):
+    move_there_and_back(movers, expected)
+
+
+def test_answers_that_are_guessed_move_as_well(guessing: Movers, expected: dict[str, list[Token]]):
+    move_there_and_back(guessing, expected)
+    accepted = [sum(worker.engine.stats().num_accepted_by_place) for worker in guessing.workers]
+    assert all(accepted), "guesses were right on both workers"
+
+
+def move_there_and_back(movers: Movers, expected: dict[str, list[Token]]) -> None:
     a, b = movers.workers
     jobs = {name: movers.begin(name, a) for name in SAMPLINGS}
     movers.until(lambda: all(movers.has(name, 10) for name in jobs))

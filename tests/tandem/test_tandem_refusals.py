@@ -12,6 +12,7 @@ from typing import get_args
 
 import pytest
 
+from contracts.errors import ConfigError
 from tandem.commands import up
 from tandem.local.preflight import MAKE_VARIABLES, OF_COMPOSE, SERVICES, handed_on, unread
 from tandem.local.run_dir import RunDir
@@ -220,6 +221,32 @@ def test_a_command_line_of_vllm_is_understood() -> None:
 )
 def test_numbers_may_have_vllm_s_units(given: str, told: str) -> None:
     assert translated(given.split()) == (told.split(), [])
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (['{"method": "ngram", "num_speculative_tokens": 5}'], ["--speculate", "ngram", "--draft-tokens", "5"]),
+        (['{"method": "suffix"}', "--port", "0"], ["--speculate", "suffix", "--port", "0"]),
+    ],
+)
+def test_vllm_s_drafters_without_weights_are_ours(given: list[str], told: list[str]) -> None:
+    assert translated(["--speculative-config", *given]) == (told, [])
+    assert translated([f"--speculative-config={given[0]}", *given[1:]]) == (told, [])
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ('{"method": "eagle3", "model": "x"}', "the method 'eagle3' is not served; there are ngram, suffix"),
+        ('{"method": "ngram", "prompt_lookup_max": 4}', "there is no equal here to prompt_lookup_max; leave it out"),
+        ("ngram", "takes a JSON object, and got 'ngram'"),
+        ("[]", "takes a JSON object"),
+    ],
+)
+def test_other_drafters_of_vllm_are_refused_by_name(given: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        translated(["--speculative-config", given])
 
 
 @pytest.mark.parametrize("name", sorted({*ALWAYS, *OTHERWISE, *SAME}))

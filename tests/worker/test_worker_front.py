@@ -281,3 +281,21 @@ async def test_metrics_have_the_names_of_vllm_for_what_only_a_worker_knows(state
     assert 'vllm:kv_cache_usage_perc{engine="w",model_name="m"} 0.75' in text
     assert 'vllm:gpu_cache_usage_perc{engine="w",model_name="m"} 0.75' in text
     assert 'vllm:num_preemptions_total{engine="w",model_name="m"} 3.0' in text
+
+
+async def test_metrics_count_drafts_under_our_names_and_vllm_s(state, client):
+    counters = {"drafts": 5.0, "draft_tokens": 14.0, "accepted_tokens_0": 4.0, "accepted_tokens_1": 2.0}
+    state.on_status(msgspec.structs.replace(make_status(1), counters=counters))
+    text = (await client.get("/metrics")).text
+    own = 'engine="w",model_name="m"'
+    for line in (
+        "tandem_worker_drafts_total 5.0",
+        "tandem_worker_draft_tokens_total 14.0",
+        'tandem_worker_accepted_tokens_total{position="0"} 4.0',
+        f"vllm:spec_decode_num_drafts_total{{{own}}} 5.0",
+        f"vllm:spec_decode_num_draft_tokens_total{{{own}}} 14.0",
+        f"vllm:spec_decode_num_accepted_tokens_total{{{own}}} 6.0",
+        f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{{own},position="1"}} 2.0',
+    ):
+        assert line in text
+    assert "accepted_tokens_0" not in text

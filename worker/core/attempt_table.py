@@ -120,10 +120,15 @@ class AttemptTable:
         self._emit(attempt, Prefilled(job.request_id, job.epoch, attempt.cached_tokens, dict(attempt.stages_s)))
 
     def token(self, attempt: Attempt, token: Token) -> None:
+        self.tokens(attempt, [token])
+
+    def tokens(self, attempt: Attempt, tokens: list[Token], num_drafted: int = 0, num_accepted: int = 0) -> None:
+        """Report the tokens of a step, of which `num_accepted` were among the `num_drafted` that it verified."""
         stages_s = {} if attempt.has_sent_stages else dict(attempt.stages_s)
         attempt.has_sent_stages = True
-        attempt.recent.append(token)
-        self._emit(attempt, Tokens(attempt.job.request_id, attempt.job.epoch, [token], stages_s))
+        attempt.recent.extend(tokens)
+        job = attempt.job
+        self._emit(attempt, Tokens(job.request_id, job.epoch, tokens, stages_s, num_drafted, num_accepted))
 
     def finish(self, attempt: Attempt, num_tokens: int, reason: FinishReason) -> None:
         job = attempt.job

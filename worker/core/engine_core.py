@@ -5,10 +5,11 @@ import time
 from collections.abc import Callable, Sequence
 
 from contracts.errors import DeadlineExceeded, RequestError, TandemError, by_code
-from contracts.ids import WorkerId
+from contracts.events import Token
+from contracts.ids import RequestId, WorkerId
 from contracts.request import Cancel, CancelMigration, Job, JobMessage
 from engine.engine import Engine
-from engine.messages import ChunkScheduled, Started, StepObserver, StepOutput
+from engine.messages import ChunkScheduled, Sampled, Started, StepObserver, StepOutput
 from kv_transfer.node import TransferNode
 from worker.core.attempt_table import AttemptTable
 from worker.core.front_link import FrontLink
@@ -226,14 +227,17 @@ class EngineCore(StepObserver):
         for scored in output.scored:
             if attempt := self._attempts.of(scored.request_id):
                 self._attempts.scored(attempt, scored.first_index, scored.tokens)
-        for sampled in output.sampled:
-            attempt = self._attempts.of(sampled.request_id)
+        verified = {each.request_id: each for each in output.verified}
+        for request_id, tokens in _by_request(output.sampled).items():
+            attempt = self._attempts.of(request_id)
             if attempt is None:
                 continue
-            if attempt.is_first(sampled.token):
+            if attempt.is_first(tokens[0]):
                 attempt.stage("prefill", now)
                 self._attempts.prefilled(attempt)
-            self._attempts.token(attempt, sampled.token)
+            draft = verified.get(request_id)
+            counts = (draft.num_tokens, draft.num_accepted) if draft else (0, 0)
+            self._attempts.tokens(attempt, tokens, *counts)
         for role in self._roles:
             role.on_step(output, now)
         self._end(output, now)
@@ -279,3 +283,11 @@ class EngineCore(StepObserver):
         if events or reports or status is not None:
             held = self._tiers.take_changes() if self._tiers is not None and status is not None else []
             self._link.send(CoreFrame(events, [(m.request_id, m.epoch, m.state) for m in reports], status, held))
+
+
+def _by_request(sampled: Sequence[Sampled]) -> dict[RequestId, list[Token]]:
+    """Return the tokens of a step by request, in order: more than one where a draft was right."""
+    found: dict[RequestId, list[Token]] = {}
+    for each in sampled:
+        found.setdefault(each.request_id, []).append(each.token)
+    return found

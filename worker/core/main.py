@@ -128,6 +128,8 @@ def engine_settings(settings: WorkerSettings) -> EngineSettings:
         max_batched_tokens=settings.max_batched_tokens or (2048 if on_gpu else 512),
         max_mixed_tokens=settings.max_mixed_tokens or (1024 if on_gpu else None),
         itl_objective_s=settings.itl_objective_ms / 1e3,
+        speculate=settings.speculate,
+        draft_tokens=settings.draft_tokens,
         num_threads=settings.num_threads or None,
         spare_nbytes=device_staging_nbytes(settings.transfer) if on_gpu else 0,
     )

@@ -174,12 +174,15 @@ class StatusReporter:
 
 
 def _engine_counters(stats: EngineStats) -> dict[str, float]:
-    return {
+    accepted = {f"accepted_tokens_{place}": float(count) for place, count in enumerate(stats.num_accepted_by_place)}
+    return accepted | {
         "prefill_tokens": stats.num_prefill_tokens,
         "decode_tokens": stats.num_decode_tokens,
         "prefix_query_tokens": stats.prefix_query_tokens,
         "prefix_hit_tokens": stats.prefix_hit_tokens,
         "preemptions": stats.num_preemptions,
+        "drafts": stats.num_drafts,
+        "draft_tokens": stats.num_draft_tokens,
     }
 
 

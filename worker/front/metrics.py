@@ -13,6 +13,8 @@ from worker.messages import CoreStatus, LinkStatus
 
 _TIER = re.compile(r"kv_(host|disk|store|peer)_(.+)")
 """The core's name of what one tier counts: see worker.core.kv_tiers."""
+_PLACE = re.compile(r"accepted_tokens_(\d+)")
+"""The core's name of how many drafted tokens in this place of a draft were right."""
 
 
 class StatusCollector(Collector):
@@ -43,7 +45,7 @@ class StatusCollector(Collector):
         yield _counter("steps", "engine steps", self._status.num_steps)
         yield from _tiers(self._status)
         for name, value in sorted(self._status.counters.items()):
-            if _TIER.match(name):
+            if _TIER.match(name) or _PLACE.match(name):
                 continue
             yield _counter(name, f"{name.replace('_', ' ')} since the worker started", value)
         for name, value in sorted(self._status.gauges.items()):
@@ -51,6 +53,7 @@ class StatusCollector(Collector):
                 continue
             yield GaugeMetricFamily(f"tandem_worker_{name}", f"{name.replace('_', ' ')} now", value)
         yield from _links(self._status.links)
+        yield from _drafts(self._info, self._status)
         yield from _vllm(self._info, self._status)
 
 
@@ -94,6 +97,32 @@ def _vllm(info: NodeInfo, status: CoreStatus) -> Iterator[Metric]:
     preempted = CounterMetricFamily("vllm:num_preemptions", "answers that gave their pages up", labels=labels)
     preempted.add_metric(own, status.counters.get("preemptions", 0.0))
     yield preempted
+
+
+def _drafts(info: NodeInfo, status: CoreStatus) -> Iterator[Metric]:
+    """Yield how many drafted tokens were right, by their place, under our name and vLLM's."""
+    places = {match.group(1): value for name, value in sorted(status.counters.items()) if (match := _PLACE.match(name))}
+    num_accepted = sum(places.values())
+    labels, own = ["model_name", "engine"], [info.model, info.worker_id]
+    by_place = CounterMetricFamily(
+        "tandem_worker_accepted_tokens", "drafted tokens that were right", labels=["position"]
+    )
+    vllm_by_place = CounterMetricFamily(
+        "vllm:spec_decode_num_accepted_tokens_per_pos", "drafted tokens that were right", labels=[*labels, "position"]
+    )
+    for place, value in places.items():
+        by_place.add_metric([place], value)
+        vllm_by_place.add_metric([*own, place], value)
+    yield by_place
+    yield vllm_by_place
+    for name, words, value in (
+        ("num_drafts", "drafts that were verified", status.counters.get("drafts", 0.0)),
+        ("num_draft_tokens", "tokens of these", status.counters.get("draft_tokens", 0.0)),
+        ("num_accepted_tokens", "drafted tokens that were right", num_accepted),
+    ):
+        family = CounterMetricFamily(f"vllm:spec_decode_{name}", words, labels=labels)
+        family.add_metric(own, value)
+        yield family
 
 
 def _links(links: list[LinkStatus]) -> Iterator[Metric]:

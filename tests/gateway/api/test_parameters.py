@@ -73,6 +73,7 @@ EFFECTS: dict[str, dict[str, Any]] = {
     "structured_outputs": {"structured_outputs": {"choice": ["yes", "no"]}},
     "bad_words": {"bad_words": ["no"]},
     "allowed_token_ids": {"allowed_token_ids": [5, 6]},
+    "speculate": {"speculate": False},
     "tools": {"tools": TOOLS},
     "tool_choice": {"tools": TOOLS, "tool_choice": "required"},
     "parallel_tool_calls": {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False},

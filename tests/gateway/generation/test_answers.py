@@ -218,6 +218,14 @@ async def test_the_chunk_of_the_role_counts_no_token_yet(client):
     assert counts[0] == 0 and counts[-1] == 3
 
 
+async def test_usage_has_what_was_guessed_right_and_in_vain(client, rig, monkeypatch):
+    assert "completion_tokens_details" not in (await whole(client))["usage"]
+    for worker in rig.workers:
+        monkeypatch.setattr(worker, "drafts", (3, 2))
+    details = {"accepted_prediction_tokens": 14, "rejected_prediction_tokens": 7}
+    assert (await whole(client))["usage"]["completion_tokens_details"] == details
+
+
 async def test_cached_tokens_are_those_that_prefill_tells(client, rig, monkeypatch):
     monkeypatch.setattr(rig.workers[0], "cached_tokens", 5)
     assert (await whole(client))["usage"]["prompt_tokens_details"] == {"cached_tokens": 5}
