@@ -188,7 +188,7 @@ class NewBlock:
     """A block that entered the prefix cache; its content is there as long as its generation is the same.
 
     `digest` and `parent`, that of the block before, are those under which these are found: of inexact KV if that is
-    what they hold. `loss`: see contracts.kv_loss.
+    what they hold. `loss`: see contracts.kv_loss. `is_decoded`: some of its tokens were decoded here.
     """
 
     block: int
@@ -197,6 +197,7 @@ class NewBlock:
     parent: bytes | None
     first_token: int
     loss: str = EXACT
+    is_decoded: bool = False
 
 
 class LowerTiers(Protocol):

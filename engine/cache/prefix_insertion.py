@@ -56,6 +56,7 @@ class PrefixInserter:
                         parent=_digest(sequence, index - 1, size) if index else None,
                         first_token=index * size,
                         loss=sequence.loss_before((index + 1) * size),
+                        is_decoded=(index + 1) * size > sequence.num_prefilled,
                     )
                 )
         sequence.num_inserted_blocks = num_full

@@ -137,10 +137,12 @@ class DeviceBlockSaver:
         naming: BlockNaming,
         codec: RecordCodec,
     ) -> None:
+        self._pages = pages
         facts = layout, pages, generations, naming
         self._savers = [DeviceTierSaver(RecordKeeper(tier, codec), *facts) for tier in tiers]
 
     def offer(self, block: NewBlock) -> None:
+        self._pages.launched(block.is_decoded)
         for saver in self._savers:
             saver.offer(block)
 

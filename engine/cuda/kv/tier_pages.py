@@ -32,6 +32,15 @@ class TierPages:
                 f"{pool.num_shards * pool.num_copies}"
             )
         self._pool, self._lock = pool, threading.Lock()
+        self._launched = torch.cuda.Event() if pool.device.type == "cuda" else None
+
+    def launched(self, is_decoded: bool) -> None:
+        """Note that what the calling thread, the engine's, has launched so far writes a block that is fetched next.
+
+        One that `is_decoded` only: what prompts write is noted by the pool, as soon as it is launched.
+        """
+        if self._launched is not None and is_decoded:
+            self._launched.record()
 
     @property
     def num_planes(self) -> int:
@@ -48,17 +57,18 @@ class TierPages:
     def lane(self, max_blocks: int) -> "PageLane":
         """Return a way for at most so many blocks at a time, for the calling thread. Raises TransferError."""
         with self._lock, torch.inference_mode():
-            return PageLane(self._pool, max_blocks)
+            return PageLane(self._pool, max_blocks, self._launched)
 
 
 class PageLane:
     """A stream of its own, on which blocks are copied and summed up; one use at a time, by one thread.
 
-    `fill` and `fetch` launch, `wait` ends it. They raise TransferError if the device fails.
+    `fill` and `fetch` launch, `wait` ends it. They raise TransferError if the device fails. `launched`: what `fetch`
+    waits for on the device.
     """
 
-    def __init__(self, pool: DeviceTransferPool, max_blocks: int) -> None:
-        self._pool, self._max_blocks = pool, max_blocks
+    def __init__(self, pool: DeviceTransferPool, max_blocks: int, launched: torch.cuda.Event | None) -> None:
+        self._pool, self._max_blocks, self._launched = pool, max_blocks, launched
         self._planes = pool.memory.tensor.view(pool.num_planes, pool.num_blocks + 1, pool.page_nbytes)
         cut = pool.cut_into(1)
         self._sums = cut.checksums_of_landed(max_blocks)
@@ -89,8 +99,9 @@ class PageLane:
     def fetch(self, blocks: Sequence[int], into: Sequence[np.ndarray]) -> None:
         """Launch copies of blocks to the host, and their checksums, behind what computes them."""
         with self._aside():
-            if self._stream is not None:
+            if self._stream is not None and self._launched is not None:
                 self._pool.wait_written(self._stream)
+                self._stream.wait_event(self._launched)
             for block, target in zip(blocks, into, strict=True):
                 self._copy(target, block, is_in=False)
             self._sum(blocks)

@@ -105,6 +105,31 @@ def test_prompts_that_a_gpu_evicted_come_back_with_equal_tokens(
     engine.close()
 
 
+def test_the_next_turn_finds_prompt_and_answer_below_a_gpu(
+    make_tier: Callable[[Engine], KVStore], folder: Path
+):
+    """A whole block of the answer, and the one in which it begins, are decoded; the pool has lost both by then."""
+    alone = engine_of(folder, "float32", "cpu", prefix_cache=False)
+    first = answer(alone, PROMPTS[2], "first", greedy(80))
+    turn = [*PROMPTS[2], *first, *PROMPTS[0][:9]]
+    expected = answer(alone, turn, "next")
+    alone.close()
+    engine = small_device_engine(folder)
+    tiers = join_device(engine, make_tier(engine))
+    assert answer(engine, PROMPTS[2], "first", greedy(80)) == first
+    settled(tiers)
+    num_known = (len(PROMPTS[2]) + 79) // 64 * 64
+    assert cached_tokens(engine, turn, "hit") == (num_known, expected)
+    settled(tiers)
+    for index, other in enumerate(PROMPTS[:2]):
+        answer(engine, other, f"other {index}")
+        settled(tiers)
+    assert cached_tokens(engine, turn, "loaded") == (num_known, expected)
+    assert tiers.counters()["kv_loaded_blocks"] == num_known // 64
+    tiers.close()
+    engine.close()
+
+
 def test_every_level_of_a_gpus_tiers_serves_what_another_lost(folder: Path, tmp_path: Path, answers: dict):
     """Memory holds the first blocks only: the rest of the prompt comes from the disk."""
     engine = small_device_engine(folder)
