@@ -28,6 +28,11 @@ COPIED_AT_ONCE = 2
 _log = logging.getLogger(__name__)
 
 
+def copy_nbytes(record_nbytes: int) -> int:
+    """Return the page-locked memory that each tier takes to copy new blocks into, in bytes."""
+    return COPIED_AT_ONCE * record_nbytes
+
+
 class DeviceTierSaver:
     """The thread of one tier, with memory for the blocks of a batch. See DeviceBlockSaver for the rest."""
 

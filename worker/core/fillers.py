@@ -13,7 +13,7 @@ from worker.core.device_filler import DeviceFiller
 from worker.core.host_filler import HostFiller
 from worker.core.record_check import RecordCheck
 from worker.core.record_sources import LentRecords, ReaderThreads, RecordReader, RecordSource
-from worker.core.tier_loader import BlockFiller
+from worker.core.tier_loader import NUM_THREADS, BlockFiller
 
 FIRST_GUESSES = {"host": (4e9, 0.0), "disk": (1e9, 0.001), "store": (2e8, 0.002)}
 """Bytes per second, and seconds before the first, until they are measured."""
@@ -37,6 +37,11 @@ def make_fillers(
     if isinstance(pages, np.ndarray):
         return [HostFiller(check, rate, pages) for _ in range(count)]
     return [DeviceFiller(check, rate, pages, source) for source in _sources(check, pages, count)]
+
+
+def read_nbytes(record_nbytes: int) -> int:
+    """Return the page-locked memory that a tier which is read from takes beside a GPU, in bytes."""
+    return NUM_THREADS * _NUM_BUFFERS * aligned_nbytes(record_nbytes)
 
 
 def aligned_nbytes(nbytes: int) -> int:

@@ -16,9 +16,9 @@ from kv_transfer.tiers.host_memory import HostMemoryTier
 from kv_transfer.tiers.remote_store import open_remote_store
 from process.memory_limit import available_nbytes
 from worker.core.kv_tiers import KVTiers
+from worker.core.tier_memory import GIB, require_memory
 from worker.settings import WorkerSettings
 
-GIB = 1 << 30
 MAX_NAMELESS = 64
 """The workers of one role without an id of their own, such as replicas of a container, that keep KV in one place: each
 takes the first folder of its role that no other writes to, so a later one finds what an earlier one kept."""
@@ -39,6 +39,8 @@ def open_tiers(
         )
     pool = engine.transfer_pool
     pages = pool if isinstance(pool, np.ndarray) else TierPages(pool)
+    record_nbytes, is_on_gpu = max_record_nbytes(engine.layout), isinstance(pages, TierPages)
+    require_memory(settings, record_nbytes, is_on_gpu, available_nbytes())
     tiers: list[KVStore] = []
     if settings.kv_host_gib:
         tiers.append(_host_tier(settings.kv_host_gib, engine.layout, pages))
@@ -46,9 +48,9 @@ def open_tiers(
         name = settings.worker_id.lstrip(".")
         folder, num_folders = settings.kv_disk / (name or settings.role), 1 if name else MAX_NAMELESS
         nbytes, layout_id = int(settings.kv_disk_gib * GIB), engine.layout.shared_id.hex()
-        block_size, is_direct = engine.layout.block_size, isinstance(pages, TierPages)
+        block_size = engine.layout.block_size
         tiers.append(
-            DiskTier(folder, layout_id, nbytes, num_folders=num_folders, block_size=block_size, is_direct=is_direct)
+            DiskTier(folder, layout_id, nbytes, num_folders=num_folders, block_size=block_size, is_direct=is_on_gpu)
         )
     if settings.kv_store:
         tiers.append(open_remote_store(settings.kv_store, engine.layout.block_size))
@@ -57,10 +59,8 @@ def open_tiers(
 
 
 def _host_tier(gib: float, layout: KVLayout, pages: np.ndarray | TierPages) -> HostMemoryTier:
-    nbytes, slot_nbytes, available = int(gib * GIB), max_record_nbytes(layout), available_nbytes()
+    nbytes, slot_nbytes = int(gib * GIB), max_record_nbytes(layout)
     if nbytes < slot_nbytes:
         raise ConfigError(f"kv_host_gib is {gib}; one block takes {slot_nbytes / GIB:.6f} GiB: raise it")
-    if nbytes > available:
-        raise ConfigError(f"kv_host_gib is {gib}; {available / GIB:.1f} GiB are available: lower it")
     allocate = pages.pinned if isinstance(pages, TierPages) else None
     return HostMemoryTier(nbytes, slot_nbytes, allocate, block_size=layout.block_size)
