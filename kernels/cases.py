@@ -449,7 +449,7 @@ def move_case(op: str, spec: MoveSpec, num_pages: int, pool_pages: int, offset: 
             inv_scales = 0.5 + torch.rand(spec.planes, device=device)
             return KernelCall((cache, pages, buffer, sums), common | dict(inv_scales=inv_scales), outputs)
         if op == "kv_sums":
-            return KernelCall((cache, pages, sums), common, {"sums": sums})
+            return KernelCall((cache, pages, sums), common | dict(first=offset // 4), {"sums": sums})
         sums.copy_(checksums(spec, buffer.contiguous(), num_pages, 77))
         return KernelCall((buffer, cache, pages, sums, bad), common, {}, {"cache": cache, "bad": bad})
 

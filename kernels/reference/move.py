@@ -39,26 +39,29 @@ def kv_unpack(
 
 
 def kv_sums(
-    spec: MoveSpec, cache: Tensor, pages: Tensor, sums: Tensor, *, seed: int = 0, offset: int = 0, ctas: int = 0
-) -> None:
+    spec: MoveSpec, cache: Tensor, pages: Tensor, sums: Tensor,
+    *, seed: int = 0, offset: int = 0, first: int = 0, ctas: int = 0,
+) -> None:  # fmt: skip
+    """`first`: the column of each unit's first word, where units are parts of a larger row."""
     units = cache[:, pages.long(), offset : offset + spec.unit_nbytes].transpose(0, 1).contiguous()
-    sums.copy_(checksums(spec, units, len(pages), seed))
+    sums.copy_(checksums(spec, units, len(pages), seed, first))
 
 
-def checksums(spec: MoveSpec, buffer: Tensor, num_pages: int, seed: int) -> Tensor:
+def checksums(spec: MoveSpec, buffer: Tensor, num_pages: int, seed: int, first: int = 0) -> Tensor:
     """Return a checksum of each unit.
 
     A polynomial over the 32-bit words of each unit with odd factors, xor the seed and the unit's number.
 
     Words are taken in columns of check_block(): h = sum_i (2i + 1) * sum_j word[j, i] * FACTOR^(last - j), modulo 2^32.
-    Every factor is odd, so one changed word always shows; the seed carries the epoch of the transfer.
+    Every factor is odd, so one changed word always shows; the seed carries the epoch of the transfer. Columns count
+    from `first` on.
     """
     block = check_block(spec.unit_nbytes)
     words = buffer.view(torch.int32).view(num_pages * spec.planes, -1, block).long() & WORD
     column = torch.zeros_like(words[:, 0])
     for row in words.unbind(1):
         column = (column * FACTOR + row) & WORD
-    odd = 2 * torch.arange(block, device=buffer.device) + 1
+    odd = 2 * (first + torch.arange(block, device=buffer.device)) + 1
     units = torch.arange(len(words), device=buffer.device)
     total = ((column * odd) & WORD).sum(-1) & WORD
     signed = (total ^ ((seed + units * STRIDE) & WORD)) & WORD

@@ -6,7 +6,8 @@
 Few large CTAs: at 8 CTAs, 16 warps with 32 KiB in flight move 1.6 times what 8 warps with 16 KiB do (H200), and a copy
 that runs beside prefill's products must get by with few multiprocessors.
 
-Neither seed nor units are specialized: each that is divisible by 16 would compile anew, in the middle of a handoff.
+Neither seed, units nor first are specialized: each that is divisible by 16 would compile anew, in the middle of a
+handoff.
 """
 
 import torch
@@ -30,16 +31,17 @@ def place(unit, PLANES: tl.constexpr, ROW: tl.constexpr):
     return unit // PLANES * ROW + unit % PLANES
 
 
-@triton.jit(do_not_specialize=["units", "seed"])
+@triton.jit(do_not_specialize=["units", "seed", "first"])
 def move_kernel(
-    src_ptr, dst_ptr, page_ptr, sum_ptr, bad_ptr, units, stride_plane, stride_page, offset, seed,
+    src_ptr, dst_ptr, page_ptr, sum_ptr, bad_ptr, units, stride_plane, stride_page, offset, seed, first,
     PLANES: tl.constexpr, ROW: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr,
     SUM: tl.constexpr,
 ):  # fmt: skip
     """Over units (page u // PLANES, plane u % PLANES).
 
     The buffer has ROW units for a page, those of other launches behind ours. MODE 0: pages to buffer; 1: buffer to
-    pages; 2: only read pages; 3: only read the buffer. SUM: 1 write the unit's checksum, 2 compare it and set bad.
+    pages; 2: only read pages; 3: only read the buffer. SUM: 1 write the unit's checksum, 2 compare it and set bad. Its
+    columns count from `first` on.
     """
     i = tl.arange(0, BLOCK)
     wide = tl.zeros([], tl.int64)  # offsets into a cache pass 2^31
@@ -57,7 +59,7 @@ def move_kernel(
             if SUM > 0:
                 column = column * FACTOR + word
         if SUM > 0:
-            digest = tl.sum((column * (2 * i + 1)).to(tl.int64), 0).to(tl.int32) ^ (seed + unit * STRIDE)
+            digest = tl.sum((column * (2 * (first + i) + 1)).to(tl.int64), 0).to(tl.int32) ^ (seed + unit * STRIDE)
             if SUM == 1:
                 tl.store(sum_ptr + unit, digest)
             elif tl.load(sum_ptr + unit) != digest:
@@ -105,7 +107,7 @@ def kv_pack(
     *, seed: int = 0, offset: int = 0, inv_scales: Tensor | None = None, ctas: int = 264,
 ) -> None:  # fmt: skip
     if not spec.convert:
-        launch(spec, cache, buffer, pages, sums, sums, 0, 1 if spec.checksum else 0, seed, offset, ctas)
+        launch(spec, cache, buffer, pages, sums, sums, 0, 1 if spec.checksum else 0, seed, offset, ctas, 0)
         return
     units, fours, flat = len(pages) * spec.planes, cache.view(torch.int64), buffer.view(torch.int32)
     assert inv_scales is not None, "values are rounded by a scale for each plane"
@@ -120,18 +122,19 @@ def kv_unpack(
     spec: MoveSpec, buffer: Tensor, cache: Tensor, pages: Tensor, sums: Tensor | None, bad: Tensor,
     *, seed: int = 0, offset: int = 0, ctas: int = 264,
 ) -> None:  # fmt: skip
-    launch(spec, cache, buffer, pages, sums, bad, 1, 2 if spec.checksum else 0, seed, offset, ctas)
+    launch(spec, cache, buffer, pages, sums, bad, 1, 2 if spec.checksum else 0, seed, offset, ctas, 0)
 
 
 def kv_sums(
-    spec: MoveSpec, cache: Tensor, pages: Tensor, sums: Tensor, *, seed: int = 0, offset: int = 0, ctas: int = 264
-) -> None:
-    launch(spec, cache, sums, pages, sums, None, 2, 1, seed, offset, ctas)
+    spec: MoveSpec, cache: Tensor, pages: Tensor, sums: Tensor,
+    *, seed: int = 0, offset: int = 0, first: int = 0, ctas: int = 264,
+) -> None:  # fmt: skip
+    launch(spec, cache, sums, pages, sums, None, 2, 1, seed, offset, ctas, first)
 
 
 def launch(
     spec: MoveSpec, cache: Tensor, buffer: Tensor, pages: Tensor, sums: Tensor | None, bad: Tensor | None,
-    mode: int, check: int, seed: int, offset: int, ctas: int,
+    mode: int, check: int, seed: int, offset: int, ctas: int, first: int,
 ) -> None:  # fmt: skip
     words, flat = cache.view(torch.int32), buffer.view(torch.int32)
     src, dst = (flat, words) if mode in (1, 3) else (words, flat)
@@ -139,7 +142,7 @@ def launch(
     move_kernel[(min(ctas, units),)](
         src, dst, pages, flat if sums is None else sums, flat if bad is None else bad, units, words.stride(0),
         words.stride(1),
-        offset // 4, seed, PLANES=spec.planes, ROW=row_units(spec, buffer), WORDS=spec.unit_nbytes // 4,
+        offset // 4, seed, first, PLANES=spec.planes, ROW=row_units(spec, buffer), WORDS=spec.unit_nbytes // 4,
         BLOCK=check_block(spec.unit_nbytes), MODE=mode, SUM=check, num_warps=16,
     )  # fmt: skip
 

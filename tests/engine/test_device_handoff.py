@@ -419,7 +419,7 @@ def whole(cache: DeviceCache) -> torch.Tensor:
 
 
 def copies_of(cache: DeviceCache) -> list[torch.Tensor]:
-    return [torch.cat(shards, dim=2) for shards in cache.transfer_pool._copies]
+    return [torch.cat(shards, dim=2) for shards in cache.transfer_pool.copies]
 
 
 @pytest.fixture

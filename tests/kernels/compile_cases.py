@@ -176,7 +176,9 @@ parts_types = pointers(bf16="out", fp32="state sink lse", i32="len start") | sca
 mla_types = pointers(bf16="q c out", i32="table len start") | scalars(fp32="qk_scale scale", i32="max_pages")
 w8_types = pointers(fp8="w", bf16="x out", fp32="scale part", i32="counter") | scalars(i32="M")
 w4_types = {"w_ptr": "*i16"} | pointers(i32="factor", bf16="x out") | scalars(i32="M")
-move_types = pointers(i32="src dst page sum bad") | scalars(i32="units offset seed", i64="stride_plane stride_page")
+move_types = pointers(i32="src dst page sum bad") | scalars(
+    i32="units offset seed first", i64="stride_plane stride_page"
+)
 convert_types = pointers(i64="src", i32="dst page sum", fp32="inv") | scalars(
     i32="units offset seed", i64="stride_plane stride_page"
 )

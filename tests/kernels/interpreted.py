@@ -142,6 +142,7 @@ def suite() -> list[c.KernelCase]:
         c.move_case("kv_unpack", s.MoveSpec(4, 4096), 3, 8, offset=4096),
         c.move_case("kv_unpack", s.MoveSpec(4, 4096, checksum=True), 3, 8, offset=4096, parts=2),
         c.move_case("kv_sums", s.MoveSpec(2, 12288, checksum=True), 3, 8),
+        c.move_case("kv_sums", s.MoveSpec(4, 4096, checksum=True), 3, 8, offset=4096),
         c.w4_case(s.W4Spec(64, 512), 1, symmetric=True),
         c.w4_case(s.W4Spec(128, 640), 7),
         c.w4_case(s.W4Spec(128, 640, parts=2), 16, symmetric=True),

@@ -31,7 +31,7 @@ def device_pool(name: str, pages: np.ndarray, layout: KVLayout) -> DeviceTransfe
         torch.cuda.set_device(device)
     found = detect() if DEVICE.type == "cuda" else Caps("cpu")
     pool = GroupPages(layout, num_blocks, device, catalog.registry(found), num_copies)
-    for shards in pool._copies:
+    for shards in pool.copies:
         for part, shard in zip(np.split(pages, layout.tp_size, axis=2), shards, strict=True):
             shard[:, :num_blocks].copy_(torch.from_numpy(part))
     return pool

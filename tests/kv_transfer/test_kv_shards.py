@@ -148,14 +148,14 @@ def test_what_comes_is_written_to_every_gpu_that_holds_it(
     """And read of the first: copies are computed by GPUs that need not round alike."""
     prefill, decode = make_pair(sizes, transport, slot_nbytes=700)
     assert prefill.device is not None and decode.device is not None
-    for shard in prefill.device._copies[1]:
+    for shard in prefill.device.copies[1]:
         shard.zero_()
     before = decode.pool.copy()
     offer_and_grant(prefill, decode, "r", 8, [5, 9])
     send(prefill, decode, "r", 0, 0, 8, [1, 2])
     assert decode.wait(ChunkLanded).header.nbytes == 2 * LAYOUT.block_nbytes
     others = [page for page in range(64) if page not in (5, 9)]
-    for copy in decode.device._copies:
+    for copy in decode.device.copies:
         pages = np.concatenate([shard[:, :64].numpy() for shard in copy], axis=2)
         assert np.array_equal(pages[:, [5, 9]], prefill.pool[:, [1, 2]])
         assert np.array_equal(pages[:, others], before[:, others])
@@ -166,7 +166,7 @@ def test_a_copy_that_came_wrong_is_found(copied: None, make_pair, monkeypatch: p
     assert decode.device is not None
     offer_and_grant(prefill, decode, "r", 8, [5, 9])
     honest = HostMapping.copy_pages
-    for copy in decode.device._copies:
+    for copy in decode.device.copies:
         victim = copy[3]
 
         def copy_pages(mapping, source, pages, target, grid, into, planes, victim=victim) -> None:

@@ -43,9 +43,10 @@ class DeviceTransferPool:
     them than shards, neighbours hold the same one: the first of them is what peers get, and what comes is written to
     each.
 
-    `checks`: chunks that are handed over get checksums. `scales`: what each plane's values were divided by before they
-    were rounded to e4m3; none of a cache that is not rounded. All work is done by our device, which reaches the other
-    ones' memory. Raises TransferError if a follower's can't be mapped.
+    `copies`: the planes of each shard, in each set of GPUs that hold all shards. `checks`: chunks that are handed over
+    get checksums. `scales`: what each plane's values were divided by before they were rounded to e4m3; none of a cache
+    that is not rounded. All work is done by our device, which reaches the other ones' memory. Raises TransferError if a
+    follower's can't be mapped.
     """
 
     def __init__(
@@ -69,12 +70,13 @@ class DeviceTransferPool:
         # Of a team nobody knows when all have written before they meet again.
         self._summing = torch.cuda.Stream(self.device) if self._staging is not None and not followers else None
         self._written = torch.cuda.Event() if self._summing is not None else None
+        self._sharing = torch.cuda.Stream(self.device) if self._summing is not None else None
         self._mappings = attach_all(followers, self.device)
         tensors = [memory.tensor, *(mapping.tensor(len(memory.tensor)) for mapping in self._mappings)]
         held = [tensor.view(self.num_planes, num_blocks + 1, self.page_nbytes) for tensor in tensors]
-        self._copies = [held[first::num_copies] for first in range(num_copies)]
-        self._shards = self._copies[0]
-        self._registry, self._narrows = registry, group.dtype == "bfloat16"
+        self.copies = [held[first::num_copies] for first in range(num_copies)]
+        self._shards = self.copies[0]
+        self.registry, self._narrows = registry, group.dtype == "bfloat16"
         self._reshardings: dict[int, Resharding] = {}
         self._summed = [self.num_shards]  # the numbers of parts that chunks are summed up in; only ever longer
         self._lock = threading.Lock()
@@ -94,7 +96,7 @@ class DeviceTransferPool:
     @property
     def num_copies(self) -> int:
         """GPUs that hold the same shard."""
-        return len(self._copies)
+        return len(self.copies)
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -181,6 +183,11 @@ class DeviceTransferPool:
             [self._launched(self._reshardings[num_parts], pages) for num_parts in list(self._summed)]
         )
 
+    @property
+    def notes_written(self) -> bool:
+        """Return whether `wait_written` waits: of a team nobody knows."""
+        return self._written is not None
+
     def written(self) -> None:
         """Record that the current stream's work so far writes the pages `checksums_aside` sums next."""
         if self._written is not None:
@@ -198,6 +205,14 @@ class DeviceTransferPool:
         # Their memory is that stream's too: it is nobody else's before the device has used it.
         with torch.cuda.stream(self._summing):
             self._summing.wait_event(self._written)
+            return self.checksums(pages)
+
+    def checksums_behind(self, pages: SequenceOf[int]) -> DeviceChecksums | PendingChecksums:
+        """Return the sums of pages once all is computed that was launched so far, concurrent with what comes."""
+        if self._sharing is None:
+            return self.checksums(pages)
+        self._sharing.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._sharing):
             return self.checksums(pages)
 
     def in_parts(self, sums: np.ndarray, pages: SequenceOf[int], num_parts: int) -> np.ndarray:
@@ -276,7 +291,7 @@ class DeviceTransferPool:
                 torch.cuda.current_stream().synchronize()
 
     def _resharding(self, num_parts: int) -> Resharding:
-        return Resharding(self._copies, num_parts, self._registry, self._narrows)
+        return Resharding(self.copies, num_parts, self.registry, self._narrows)
 
     def _warm_up(self, cuts: SequenceOf[Resharding]) -> None:
         self.enter()

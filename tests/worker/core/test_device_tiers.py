@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from contracts.errors import ConfigError
 from contracts.kv_store import BlockKey, KVStore
 from engine.cache.load_plan import NewBlock
 from engine.cuda.kv.tier_pages import PageLane, TierPages
@@ -19,7 +18,7 @@ from engine.engine import Engine
 from kv_transfer.chunks.block_record import VERSION, max_record_nbytes
 from kv_transfer.tiers.host_memory import HostMemoryTier, LentRecord
 from kv_transfer.tiers.remote_store import open_remote_store
-from tests.engine.device_engines import FUSIBLE, device_engine, engine_of
+from tests.engine.device_engines import FUSIBLE, engine_of
 from tests.engine.driving import greedy, random_prompts, request
 from tests.engine.tiny_models import VOCAB, save_tiny
 from tests.kv_transfer.tiers.block_samples import RECORD_NBYTES, buffers, key_of, record_of, worth_of
@@ -105,9 +104,7 @@ def test_prompts_that_a_gpu_evicted_come_back_with_equal_tokens(
     engine.close()
 
 
-def test_the_next_turn_finds_prompt_and_answer_below_a_gpu(
-    make_tier: Callable[[Engine], KVStore], folder: Path
-):
+def test_the_next_turn_finds_prompt_and_answer_below_a_gpu(make_tier: Callable[[Engine], KVStore], folder: Path):
     """A whole block of the answer, and the one in which it begins, are decoded; the pool has lost both by then."""
     alone = engine_of(folder, "float32", "cpu", prefix_cache=False)
     first = answer(alone, PROMPTS[2], "first", greedy(80))
@@ -221,7 +218,7 @@ def test_a_copy_into_pages_that_went_wrong_is_found_on_the_device(
     def bent(self: PageLane, payload: np.ndarray, block: int, is_in: bool) -> None:
         copy(self, payload, block, is_in)
         if is_in:
-            self._planes[1, block, 5] ^= 4
+            self._pool.copies[0][0][1, block, 5] ^= 4
 
     monkeypatch.setattr(PageLane, "_copy", bent)
     assert answer(engine, PROMPTS[0], "bent") == answers["cpu"][0]
@@ -282,15 +279,6 @@ def test_a_block_of_a_gpu_that_is_overwritten_is_not_stored(folder: Path):
     assert tiers.counters()["kv_overwritten_blocks"] == 1
     assert tiers.counters()["kv_host_stored_blocks"] == stored
     tiers.close()
-
-
-def test_several_gpus_are_refused_by_name(folder: Path):
-    engine = device_engine(folder)
-    pool = engine.transfer_pool
-    pool._copies = [[*pool._copies[0], *pool._copies[0]]]
-    pool._shards = pool._copies[0]
-    with pytest.raises(ConfigError, match="tensor_parallel of 2"):
-        TierPages(pool)
 
 
 @pytest.mark.parametrize("device", ["cpu", ON_GPU])
