@@ -22,24 +22,26 @@ def with_load(candidate: Candidate, num_tokens: int) -> Candidate:
     """
     tiers = [prefix for prefix in candidate.held if not prefix.is_peer]
     peers = [prefix for prefix in candidate.held if prefix.is_peer]
-    options = [(*option, False) for option in _loads(tiers, candidate.cached_tokens)]
-    options += [(*option, True) for peer in peers for option in _loads([peer], candidate.cached_tokens)]
+    missing = candidate.cached_tokens, num_tokens - 1
+    options = [(*option, False) for option in _loads(tiers, *missing)]
+    options += [(*option, True) for peer in peers for option in _loads([peer], *missing)]
     best, saved_s = candidate, 0.0
     for end, load_s, is_pulled in options:
-        loaded = min(end, num_tokens - 1) - candidate.cached_tokens
+        loaded = end - candidate.cached_tokens
         if loaded / candidate.prefill_rate - load_s > saved_s:
             saved_s = loaded / candidate.prefill_rate - load_s
             best = replace(candidate, loaded_tokens=loaded, load_s=load_s, is_pulled=is_pulled)
     return best
 
 
-def _loads(held: Sequence[HeldPrefix], first_token: int) -> list[tuple[int, float]]:
-    """Return where each load may end, in tokens of the prompt, and how long it takes."""
+def _loads(held: Sequence[HeldPrefix], first_token: int, last_token: int) -> list[tuple[int, float]]:
+    """Return where each load of tokens between these may end, and how long it takes."""
     found: list[tuple[int, float]] = []
     done, load_s = first_token, 0.0
     for prefix in sorted(held, key=lambda prefix: -prefix.tokens_per_s):
-        if prefix.num_tokens > done:
-            load_s += prefix.latency_s + (prefix.num_tokens - done) / prefix.tokens_per_s
-            done = prefix.num_tokens
+        end = min(prefix.num_tokens, last_token)
+        if end > done:
+            load_s += prefix.latency_s + (end - done) / prefix.tokens_per_s
+            done = end
             found.append((done, load_s))
     return found
