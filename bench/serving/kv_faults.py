@@ -72,7 +72,7 @@ def damage_disk(disk: Path, rng: random.Random, damage: Callable[[bytes, random.
     """Damage some records in a folder; False if there is none."""
     num_damaged, files = 0, record_files(disk)
     for file in rng.sample(files, min(len(files), _NUM_DAMAGED)):
-        with suppress(FileNotFoundError):  # it was evicted meanwhile
+        with suppress(OSError):  # it was evicted meanwhile, or the disk has another fault
             if data := file.read_bytes():
                 file.write_bytes(damage(data, rng))
                 num_damaged += 1
@@ -84,7 +84,7 @@ def exchange_on_disk(disk: Path, rng: random.Random) -> bool:
     num_exchanged, files = 0, record_files(disk)
     chosen = rng.sample(files, min(len(files), 2 * _NUM_DAMAGED))
     for one, other in zip(chosen[::2], chosen[1::2], strict=False):
-        with suppress(FileNotFoundError):
+        with suppress(OSError):
             one.write_bytes(other.read_bytes())
             num_exchanged += 1
     return num_exchanged > 0
