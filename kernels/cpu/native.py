@@ -1,0 +1,195 @@
+"""The native kernels from Python: matrices in GGUF's formats as stored, and whole steps of a decoder.
+
+Called by ctypes, which lets go of the GIL. Sources: kernels/csrc/cpu. Nothing here knows torch: arrays are numpy's.
+"""
+
+import ctypes
+import os
+from collections.abc import Sequence
+from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from kernels.cpu.build import DEFAULT_CACHE, Say, build
+
+LEVELS = ("plain", "avx2", "avx512")
+"""The instruction sets, by the numbers that the library has for them."""
+_NAMES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4")
+KINDS = frozenset(GGMLQuantizationType[name] for name in _NAMES)
+"""The formats that the kernels multiply."""
+LEVEL_VARIABLE = "TANDEM_CPU_KERNELS"
+_ALIGNMENT = 64
+
+
+class MatrixStruct(Structure):
+    """A matrix as api.h has it."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("kind", "n", "k", "reserved")),
+        *((name, c_void_p) for name in ("codes", "scales", "bias")),
+    )
+
+
+class LayerStruct(Structure):
+    """A layer as api.h has it."""
+
+    _fields_ = (
+        *((name, MatrixStruct) for name in ("q", "k", "v", "output", "gate", "up", "down")),
+        *((name, c_void_p) for name in ("attention_gain", "mlp_gain", "q_gain", "k_gain", "keys", "values")),
+        ("window", c_int32),
+        ("reserved", c_int32),
+    )
+
+
+class ModelStruct(Structure):
+    """A model as api.h has it."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "inner_size")),
+        *((name, c_int32) for name in ("num_layers", "block_size", "is_kv_float32", "embedding_kind")),
+        ("norm_eps", c_float),
+        ("embedding_row_nbytes", c_int64),
+        ("embedding", c_void_p),
+        ("rope", c_void_p),
+        ("layers", POINTER(LayerStruct)),
+        ("final_gain", c_void_p),
+        ("head", MatrixStruct),
+    )
+
+
+class BatchStruct(Structure):
+    """A batch as api.h has it."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("num_rows", "num_wanted", "table_stride", "reserved")),
+        *((name, c_void_p) for name in ("tokens", "positions", "sequences", "tables", "wanted", "hidden")),
+    )
+
+
+@dataclass(frozen=True)
+class NativeMatrix:
+    """A packed matrix `[n, k]`, which owns the memory that its struct points to."""
+
+    struct: MatrixStruct
+    arrays: tuple[np.ndarray, ...]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.struct.n, self.struct.k
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays)
+
+
+class NativeKernels:
+    """The library's functions over numpy arrays."""
+
+    def __init__(self, file: Path) -> None:
+        library = ctypes.CDLL(str(file))
+        self._packed_nbytes = _declared(library.tandem_packed_nbytes, c_int32, c_int64, c_int64, c_void_p, c_void_p)
+        self._pack = _declared(library.tandem_pack, POINTER(MatrixStruct), c_void_p)
+        self._widen = _declared(library.tandem_widen, c_int32, c_void_p, c_int64, c_void_p)
+        self._linear = _declared(library.tandem_linear, POINTER(MatrixStruct), c_void_p, c_int64, c_void_p)
+        self._forward = _declared(library.tandem_forward, POINTER(ModelStruct), POINTER(BatchStruct))
+        self._set_threads = _declared(library.tandem_set_threads, c_int)
+        self._set_level = _declared(library.tandem_set_level, c_int, result=c_int)
+        self.best_level = LEVELS[_declared(library.tandem_best_level, result=c_int)()]
+
+    def set_level(self, name: str) -> str:
+        """Take an instruction set, or the best below it that the CPU has. Packed matrices serve all of them."""
+        return LEVELS[self._set_level(LEVELS.index(name))]
+
+    def set_threads(self, count: int) -> None:
+        """Share work out among so many threads of this process, the caller among them."""
+        self._set_threads(count)
+
+    def pack(self, kind: int, rows: np.ndarray, bias: np.ndarray | None = None) -> NativeMatrix:
+        """Pack a matrix of a file.
+
+        `rows` `[n, row_nbytes]` uint8, blocks as GGUF has them; float32 `bias` `[n]`. Raises ValueError for a format
+        that there are no kernels for, and for rows that are no whole blocks.
+        """
+        kind = GGMLQuantizationType(kind)
+        if kind not in KINDS:
+            raise ValueError(f"the format {kind.name} has no native kernel")
+        block, block_nbytes = GGML_QUANT_SIZES[kind]
+        if rows.dtype != np.uint8 or rows.ndim != 2 or rows.shape[1] % block_nbytes:
+            raise ValueError(
+                f"rows are {rows.dtype} {list(rows.shape)}; {kind.name} has blocks of {block_nbytes} bytes"
+            )
+        n, k = len(rows), rows.shape[1] // block_nbytes * block
+        if k % 32:
+            raise ValueError(f"rows have {k} columns; native kernels take multiples of 32")
+        sizes = np.zeros(2, np.int64)
+        self._packed_nbytes(kind, n, k, sizes.ctypes.data, sizes.ctypes.data + 8)
+        codes, scales = (aligned(int(size)) for size in sizes)
+        rows = np.ascontiguousarray(rows)
+        struct = MatrixStruct(kind, n, k, 0, codes.ctypes.data, scales.ctypes.data, None)
+        held = [codes, scales]
+        if bias is not None:
+            held.append(np.ascontiguousarray(bias, np.float32))
+            struct.bias = held[-1].ctypes.data
+        self._pack(struct, rows.ctypes.data)
+        return NativeMatrix(struct, tuple(held))
+
+    def widen(self, kind: int, rows: np.ndarray) -> np.ndarray:
+        """Return the float32 values `[n, k]` of blocks `[n, row_nbytes]`."""
+        block, block_nbytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+        rows = np.ascontiguousarray(rows)
+        values = np.empty((len(rows), rows.shape[1] // block_nbytes * block), np.float32)
+        for row, out in zip(rows, values, strict=True):
+            self._widen(kind, row.ctypes.data, len(out), out.ctypes.data)
+        return values
+
+    def linear(self, matrix: NativeMatrix, x: np.ndarray) -> np.ndarray:
+        """Return x `[M, k]` float32 times the matrix, plus its bias, `[M, n]`."""
+        n, k = matrix.shape
+        if x.dtype != np.float32 or x.ndim != 2 or x.shape[1] != k or not x.flags.c_contiguous:
+            raise ValueError(f"rows are {x.dtype} {list(x.shape)}; the matrix takes contiguous float32 of {k} columns")
+        y = np.empty((len(x), n), np.float32)
+        self._linear(matrix.struct, x.ctypes.data, len(x), y.ctypes.data)
+        return y
+
+    def forward(self, model: ModelStruct, batch: BatchStruct) -> None:
+        """Compute a step.
+
+        K and V of all rows are written; the hidden rows that are wanted go to `batch.hidden`.
+        """
+        self._forward(model, batch)
+
+
+def _declared(function, *arguments, result=None):
+    function.argtypes, function.restype = arguments, result
+    return function
+
+
+def aligned(nbytes: int) -> np.ndarray:
+    """Return uninitialised bytes that begin on a cache line."""
+    raw = np.empty(nbytes + _ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    return raw[start : start + nbytes]
+
+
+def load_kernels(cache_dir: Path = DEFAULT_CACHE, say: Say = lambda line: None) -> NativeKernels:
+    """Return the library, built if need be. Raises BuildError, and OSError for one that does not load."""
+    return _open(build(cache_dir, say))
+
+
+@cache
+def _open(file: Path) -> NativeKernels:
+    kernels = NativeKernels(file)
+    if wanted := os.environ.get(LEVEL_VARIABLE):
+        if wanted not in LEVELS:
+            raise OSError(f"{LEVEL_VARIABLE} is '{wanted}'; it may be {', '.join(LEVELS)}")
+        kernels.set_level(wanted)
+    return kernels
+
+
+def unsupported(kinds: Sequence[int]) -> list[str]:
+    """Return the names of the formats that have no native kernel."""
+    return sorted({GGMLQuantizationType(kind).name for kind in kinds} - {kind.name for kind in KINDS})
