@@ -8,7 +8,8 @@ from pathlib import Path
 class EngineSettings:
     """The model, the device and the limits of one engine.
 
-    `model`: see checkpoint.open_checkpoint. `dtype`: "auto" or one of engine.cpu.linear.FORMATS.
+    `model`: see checkpoint.open_checkpoint. `dtype`: "auto", "native" or one of
+    engine.cpu.linear.FORMATS.
 
     None leaves a value to the engine: `kv_cache_nbytes` what a trial needs (cache.sizing), on a GPU what is free;
     `max_model_len` the model's own, as far as the cache holds it; `num_threads` torch's default. `max_batched_tokens`

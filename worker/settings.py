@@ -9,9 +9,11 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from kv_transfer.tiers.store_url import wrong_store_url
 
-Dtype = Literal["auto", "float32", "float16", "bfloat16", "mixed16", "mixed4", "int4", "int8", "float8", "float8-head"]
-"""The names of linear.FORMATS and number_formats.DEVICE_FORMATS of the engine, which the front would need torch to
-import.
+Dtype = Literal[
+    "auto", "native", "float32", "float16", "bfloat16", "mixed16", "mixed4", "int4", "int8", "float8", "float8-head"
+]
+"""The names of native.choice.NATIVE, linear.FORMATS and number_formats.DEVICE_FORMATS of the engine, which the front
+would need torch to import.
 """
 Side = Literal["prefill", "decode", "mixed"]
 """The names of contracts.node.WorkerRole: for an enum, the help would show the Python names of its members."""

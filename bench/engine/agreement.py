@@ -21,6 +21,7 @@ from bench.report.result import ResultRow, write_result
 from contracts.ids import RequestId
 from contracts.sampling import SamplingParams
 from engine.cpu.linear import FORMATS
+from engine.cpu.native.choice import NATIVE
 from engine.engine import Engine
 from engine.loader import load_engine
 from engine.messages import EngineRequest
@@ -56,7 +57,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="", help="folder, GGUF file or hub id; the default model if empty")
-    parser.add_argument("--dtype", nargs="+", default=list(FORMATS))
+    parser.add_argument("--dtype", nargs="+", default=[NATIVE, *FORMATS])
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--out", type=Path, default=None)

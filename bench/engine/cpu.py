@@ -33,6 +33,7 @@ from engine.cpu.linear import (
     Pack,
     pack_int4_if_exact,
 )
+from engine.cpu.native.choice import NATIVE
 from engine.engine import Engine
 from engine.loader import load_engine
 from engine.messages import EngineRequest
@@ -166,8 +167,10 @@ def weight_nbytes(engine: Engine) -> int:
     """Return the bytes of weights that one decode step reads.
 
     Each matrix is read once in the format that decode uses, and the embedding table only as the output head. For int4
-    all matrices are assumed to be quantized, which holds for the default model.
+    all matrices are assumed to be quantized, which holds for the default model. On the native path it is the file.
     """
+    if engine.dtype == NATIVE:
+        return engine.checkpoint.path.stat().st_size
     config, number_format = engine.checkpoint.config, FORMATS[engine.dtype]
     width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     layer = config.hidden_size * (width + config.num_heads * config.head_dim + 3 * config.intermediate_size)

@@ -10,7 +10,7 @@ from kernels.cpu.isa import CpuIsa, apply_isa, is_bfloat16_fast, probe_isa
 
 
 def resolve_dtype(settings: EngineSettings, source: WeightSource) -> str:
-    """Return the name of a number format; caps oneDNN first where bfloat16 would crash.
+    """Return the name of a number format of torch's path; caps oneDNN first where bfloat16 would crash.
 
     Raises ConfigError for an unknown name, and for one that this CPU or these weights can't have.
 
@@ -20,7 +20,7 @@ def resolve_dtype(settings: EngineSettings, source: WeightSource) -> str:
     """
     dtype = settings.dtype
     if dtype not in FORMATS and dtype != "auto":
-        raise ConfigError(f"the dtype '{dtype}' is not supported; supported are auto, {', '.join(FORMATS)}")
+        raise ConfigError(f"the dtype '{dtype}' is not supported; supported are auto, native, {', '.join(FORMATS)}")
     has_fbgemm = "fbgemm" in torch.backends.quantized.supported_engines
     if dtype in ("float16", "mixed16", "mixed4", "int4", "int8") and not has_fbgemm:
         raise ConfigError(f"the dtype '{dtype}' needs an x86 CPU with AVX2; use float32")

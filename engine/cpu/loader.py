@@ -11,6 +11,8 @@ from engine.cpu.decoder import Decoder
 from engine.cpu.format_choice import resolve_dtype
 from engine.cpu.kv_cache import KVCache
 from engine.cpu.linear import FORMATS
+from engine.cpu.native.choice import NATIVE, native_kernels
+from engine.cpu.native.loader import load_native_backend
 from engine.cpu.runner import CpuRunner
 from engine.cpu.weight_loader import load_weights
 from engine.model_loader.checkpoint_weights import open_weights
@@ -27,6 +29,10 @@ def load_cpu_backend(settings: EngineSettings, checkpoint: Checkpoint, progress:
         torch.set_num_threads(settings.num_threads)
     progress("probe", 0, 1)
     source = open_weights(checkpoint)
+    if settings.dtype in ("auto", NATIVE):
+        kernels = native_kernels(settings, checkpoint, source)
+        if kernels is not None:
+            return load_native_backend(settings, checkpoint, source, kernels, torch.get_num_threads(), progress)
     dtype = resolve_dtype(settings, source)
     number_format = FORMATS[dtype]
     layout = kv_layout(checkpoint, settings.block_size, number_format.kv_dtype)

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from checkpoint.checkpoint import Checkpoint, WeightFormat
-from checkpoint.gguf.file import GgufFile
+from checkpoint.gguf.file import GgufFile, TensorInfo
 from checkpoint.huggingface.safetensors_index import tensor_files
 from checkpoint.quantization import Quantization
 from contracts.errors import ConfigError
@@ -26,6 +26,11 @@ ToDevice = Callable[[torch.Tensor], torch.Tensor]
 _LLAMA4 = "llama4"
 _VISION = ("vision_model.", "multi_modal_projector.")
 _LAYER, _GGUF_LAYER = re.compile(r"model\.layers\.(\d+)\."), re.compile(r"blk\.(\d+)\.")
+_GGUF_KINDS = {
+    torch.float32: gguf.GGMLQuantizationType.F32,
+    torch.float16: gguf.GGMLQuantizationType.F16,
+    torch.bfloat16: gguf.GGMLQuantizationType.BF16,
+}
 _GGUF_NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -76,6 +81,18 @@ class TensorSlice:
         return replace(self, dim=dim)
 
 
+@dataclass(frozen=True)
+class StoredBlocks:
+    """A matrix as its file has it.
+
+    `rows` `[n, row_nbytes]` uint8, mapped and not copied where the file is GGUF; `kind` is GGUF's.
+    """
+
+    kind: gguf.GGMLQuantizationType
+    rows: np.ndarray
+    shape: tuple[int, ...]
+
+
 class WeightSource(Protocol):
     """The tensors of a model, by name.
 
@@ -96,7 +113,18 @@ class WeightSource(Protocol):
         ...
 
 
-def open_weights(checkpoint: Checkpoint, to_device: ToDevice | None = None) -> WeightSource:
+class StoredWeightSource(WeightSource, Protocol):
+    """The same with matrices as their file has them."""
+
+    def blocks(self, name: str) -> StoredBlocks:
+        """Return a matrix.
+
+        Raises ConfigError if the checkpoint lacks it, or has it in a type that GGUF has not.
+        """
+        ...
+
+
+def open_weights(checkpoint: Checkpoint, to_device: ToDevice | None = None) -> StoredWeightSource:
     """Return the tensors of a checkpoint.
 
     Safetensors go through `to_device` in the type that they have in their file, else become float32.
@@ -148,6 +176,18 @@ class SafetensorsWeights:
         matrix = self.quantized.matrix(module) if self.quantized is not None and kind == "weight" else None
         tensor = self._plain(name, cut) if matrix is None else _cut(matrix.dense(), cut)
         return tensor.float().contiguous() if self._to_device is None and tensor.is_floating_point() else tensor
+
+    def blocks(self, name: str) -> StoredBlocks:
+        """Return a tensor as it is stored.
+
+        Raises ConfigError if it is not there, or its type is none of GGUF's.
+        """
+        tensor = self._plain(name, None).contiguous()
+        kind = _GGUF_KINDS.get(tensor.dtype)
+        if kind is None:
+            raise ConfigError(f"'{name}' is {tensor.dtype} in {self._file(name)}: native kernels do not take it")
+        rows = tensor.view(torch.uint8).numpy().reshape(len(tensor), -1)
+        return StoredBlocks(kind, rows, tuple(tensor.shape))
 
     @property
     def layers(self) -> set[int]:
@@ -203,10 +243,19 @@ class GgufWeights:
         """The layers of which there are tensors."""
         return {int(match[1]) for name in self._file.tensors if (match := _GGUF_LAYER.match(name))}
 
-    def tensor(self, name: str, cut: TensorSlice | None = None) -> torch.Tensor:
+    def blocks(self, name: str) -> StoredBlocks:
+        """Return a tensor's bytes. Raises ConfigError if the file lacks it."""
+        info = self._info(name)
+        return StoredBlocks(info.kind, self._file.blocks(info), info.shape)
+
+    def _info(self, name: str) -> TensorInfo:
         info = self._file.tensors.get(gguf_name(name))
         if info is None:
             raise ConfigError(f"{self._file.path} lacks the tensor '{gguf_name(name)}'")
+        return info
+
+    def tensor(self, name: str, cut: TensorSlice | None = None) -> torch.Tensor:
+        info = self._info(name)
         try:
             values = gguf.dequantize(np.array(self._file.blocks(info)), info.kind)
         except NotImplementedError as error:

@@ -111,6 +111,7 @@ def _versions(options: argparse.Namespace) -> Iterator[tuple[str, Level]]:
 def _cpu(options: argparse.Namespace) -> Iterator[tuple[str, Level]]:
     # Here and in _gpu: torch takes seconds to import, and the findings before it should not wait.
     from engine.cpu.format_choice import resolve_dtype
+    from engine.cpu.native.choice import NATIVE, native_kernels
     from engine.model_loader.checkpoint_weights import open_weights
     from engine.settings import EngineSettings
     from kernels.cpu.isa import apply_isa, is_bfloat16_fast, probe_isa
@@ -134,7 +135,9 @@ def _cpu(options: argparse.Namespace) -> Iterator[tuple[str, Level]]:
         checkpoint = open_checkpoint(options.model)
     except ConfigError:  # reported by _model
         return
-    chosen = resolve_dtype(EngineSettings(model=options.model), open_weights(checkpoint))
+    settings, source = EngineSettings(model=options.model), open_weights(checkpoint)
+    kernels = native_kernels(settings, checkpoint, source)
+    chosen = resolve_dtype(settings, source) if kernels is None else f"{NATIVE} ({kernels.best_level})"
     yield f"dtype auto holds this model's weights as {chosen} here", Level.OK
 
 

@@ -41,7 +41,8 @@ def test_float32_answers_equal_transformers(prompts):
 
 
 @pytest.mark.parametrize(
-    "dtype", ["float16", *(pytest.param(dtype, marks=needs_bfloat16) for dtype in ("mixed16", "mixed4", "bfloat16"))]
+    "dtype",
+    ["native", "float16", *(pytest.param(dtype, marks=needs_bfloat16) for dtype in ("mixed16", "mixed4", "bfloat16"))],
 )
 def test_answers_do_not_depend_on_the_batch_or_the_chunks(prompts, dtype):
     whole = load_engine(settings(dtype=dtype, kv_cache_nbytes=128 << 20))

@@ -1,0 +1,166 @@
+"""The benchmark of the native CPU path beside torch's path and llama.cpp, which take turns in one run.
+
+`python -m bench.engine.native [--llama PYTHON] [--rounds 5] [--torch-dtype mixed4] [--out FILE]`
+
+All three compute the same GGUF file with as many threads. `--llama` is the Python of an environment that has
+llama-cpp-python; its process sleeps while another is measured. Our figures go through Engine.submit and Engine.step,
+sampling included. The limit of decode is the time to read every weight once, at the rate of the same run.
+"""
+
+import argparse
+import json
+import logging
+import os
+import statistics
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.engine.cpu import NUM_DECODED, NUM_PROMPT, NUM_STREAMS, decode, prefill, read_bandwidth
+from bench.report.result import ResultRow, write_result
+from engine.engine import Engine
+from engine.loader import load_engine
+from engine.settings import EngineSettings
+from kernels.cpu.isa import apply_isa, probe_isa
+from kernels.cpu.native import load_kernels
+
+_PROMPT = 64
+_log = logging.getLogger(__name__)
+
+
+class LlamaCppProcess:
+    """llama.cpp in a process of its own, asked for one measurement at a time."""
+
+    def __init__(self, python: Path, model: Path, threads: int) -> None:
+        script = Path(__file__).with_name("llama_cpp_peer.py")
+        command = [str(python), str(script), str(model), str(threads), str(NUM_STREAMS)]
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, env=environment
+        )
+        self.version = self._answer()["version"]
+
+    def decode(self, streams: int) -> float:
+        return self._ask(what="decode", streams=streams, prompt=_PROMPT, num_tokens=NUM_DECODED)
+
+    def prefill(self) -> float:
+        return self._ask(what="prefill", num_tokens=NUM_PROMPT)
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=30)
+
+    def _ask(self, **call: Any) -> float:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(call) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"llama.cpp ended with {self._process.wait()}")
+        return json.loads(line)
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    args = _arguments()
+    base = EngineSettings(model=args.model, prefix_cache=False, num_threads=args.threads)
+    apply_isa(probe_isa(base.cache_dir))
+    native = load_engine(_with_dtype(base, "native"))
+    engines = {"native": native, "torch": load_engine(_with_dtype(base, args.torch_dtype))}
+    threads = torch.get_num_threads()
+    peer = LlamaCppProcess(args.llama, native.checkpoint.path, threads) if args.llama else None
+    rates = measure(engines, peer, args.rounds)
+    config = {
+        "model": native.checkpoint.name,
+        "threads": threads,
+        "rounds": args.rounds,
+        "instructions": load_kernels().best_level,
+        "torch dtype": engines["torch"].dtype,
+        "llama-cpp-python": peer.version if peer else None,
+    }
+    rows = result_rows(rates, native.checkpoint.path.stat().st_size, f"torch, {engines['torch'].dtype}")
+    if peer:
+        peer.close()
+    _log.info("%s", write_result(args.out, "native", rows, config).with_suffix(".md").read_text(encoding="utf-8"))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="", help="a GGUF file; the default model if empty")
+    parser.add_argument("--llama", type=Path, default=None, help="the Python of an environment with llama-cpp-python")
+    parser.add_argument("--torch-dtype", default="mixed4", help="the number format of torch's path")
+    parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=None)
+    return parser.parse_args()
+
+
+def _with_dtype(base: EngineSettings, dtype: str) -> EngineSettings:
+    return EngineSettings(model=base.model, dtype=dtype, prefix_cache=base.prefix_cache, num_threads=base.num_threads)
+
+
+def measure(engines: dict[str, Engine], peer: LlamaCppProcess | None, rounds: int) -> dict[str, float]:
+    """Return medians over rounds in which all take turns, after a round to warm up.
+
+    In tokens/s, for `read` in bytes/s.
+    """
+    runs: dict[str, Callable[[], float]] = {"read": read_bandwidth}
+    for streams in (1, NUM_STREAMS):
+        for name, engine in engines.items():
+            runs[f"{name} decode {streams}"] = lambda engine=engine, streams=streams: decode(engine, streams)
+        if peer:
+            runs[f"llama.cpp decode {streams}"] = lambda streams=streams: peer.decode(streams)
+    for name, engine in engines.items():
+        runs[f"{name} prefill"] = lambda engine=engine: prefill(engine)
+    if peer:
+        runs["llama.cpp prefill"] = peer.prefill
+    seen: dict[str, list[float]] = {name: [] for name in runs}
+    for index in range(rounds + 1):
+        for name, run in runs.items():
+            rate = run()
+            if index:
+                seen[name].append(rate)
+                _log.info("round %d %s %.4g", index, name, rate)
+    return {name: statistics.median(values) for name, values in seen.items()}
+
+
+def result_rows(rates: dict[str, float], file_nbytes: int, torch_name: str) -> list[ResultRow]:
+    """Return each of our figures beside each peer's."""
+    limit = rates["read"] / file_nbytes
+    peers = [("torch", torch_name)] + ([("llama.cpp", "llama.cpp")] if "llama.cpp prefill" in rates else [])
+    rows = []
+    for streams in (1, NUM_STREAMS):
+        name, params = f"decode {streams}", {"prompt": _PROMPT, "answer": NUM_DECODED, "streams": streams}
+        what = "decode, 1 stream" if streams == 1 else f"decode, {streams} streams"
+        rows += [
+            ResultRow(
+                what, rates[f"native {name}"], "tokens/s", params, limit * streams, words, rates[f"{peer} {name}"]
+            )
+            for peer, words in peers
+        ]
+    rows += [
+        ResultRow(
+            "prefill",
+            rates["native prefill"],
+            "tokens/s",
+            {"prompt": NUM_PROMPT},
+            None,
+            words,
+            rates[f"{peer} prefill"],
+        )
+        for peer, words in peers
+    ]
+    return [*rows, ResultRow("memory read", rates["read"] / 1e9, "GB/s")]
+
+
+if __name__ == "__main__":
+    main()

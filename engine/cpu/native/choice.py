@@ -1,0 +1,108 @@
+"""Whether a model can take the native path, and a check that its kernels are right here."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+from checkpoint import Checkpoint
+from checkpoint.checkpoint import WeightFormat
+from contracts.errors import ConfigError
+from engine.cpu.native.weights import matrix_names
+from engine.model_loader.checkpoint_weights import StoredBlocks, StoredWeightSource
+from engine.settings import EngineSettings
+from kernels.cpu.build import BuildError, Say
+from kernels.cpu.native import LEVELS, NativeKernels, load_kernels, unsupported
+from models.config import ModelConfig
+
+NATIVE = "native"
+"""The name of the number format: that of the file, KV in bfloat16."""
+_log = logging.getLogger(__name__)
+_CHECKED_ROWS = 48
+# Activations are rounded to int8, 32 at a time: 0.4 % of normal ones in the root mean square.
+_TOLERANCE = 0.02
+
+
+def native_kernels(
+    settings: EngineSettings, checkpoint: Checkpoint, source: StoredWeightSource
+) -> NativeKernels | None:
+    """Return the native kernels where they can serve the model, and `auto` has nothing faster.
+
+    Raises ConfigError if they are asked for and cannot.
+    """
+    is_asked = settings.dtype == NATIVE
+    if not is_asked and checkpoint.format is not WeightFormat.GGUF:
+        return None
+    reason = reason_against(checkpoint.config, source, settings.cache_dir, _log.info)
+    if reason is None:
+        kernels = load_kernels(settings.cache_dir)
+        if is_asked or kernels.best_level != LEVELS[0]:
+            return kernels
+        reason = "this CPU has no AVX2, without which torch is faster"
+    if is_asked:
+        raise ConfigError(f"the dtype '{NATIVE}' is not possible here: {reason}; use auto")
+    _log.warning("weights are widened for torch, which is slower than the native kernels: %s", reason)
+    return None
+
+
+def reason_against(config: ModelConfig, source: StoredWeightSource, cache_dir: Path, say: Say) -> str | None:
+    """Return why the native path can't serve this model here, or None. Builds the kernels if need be."""
+    if source.quantized is not None:
+        return "there are no native kernels for quantized safetensors"
+    return unfit(config) or _unfit_formats(config, source) or _unsound(config, source, cache_dir, say)
+
+
+def unfit(config: ModelConfig) -> str | None:
+    """Return what the model has that the native step lacks, or None."""
+    has_more = {
+        "experts": config.experts is not None,
+        "attention sinks": config.sinks,
+        "attention in segments": bool(config.segment),
+        "layers without rope": bool(config.no_rope_layers),
+        "norms of heads without gains": config.plain_qk_norm,
+    }
+    lacking = [name for name, is_there in has_more.items() if is_there]
+    if lacking:
+        return f"the native step has no {' and no '.join(lacking)}"
+    widths = {"hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size}
+    odd = [f"{name} {width}" for name, width in {**widths, "head_dim": config.head_dim}.items() if width % 32]
+    return f"the native step takes multiples of 32, not {', '.join(odd)}" if odd else None
+
+
+def _unfit_formats(config: ModelConfig, source: StoredWeightSource) -> str | None:
+    lacking = unsupported([blocks.kind for blocks in _each_format(config, source)])
+    return f"there are no native kernels for {', '.join(lacking)}" if lacking else None
+
+
+def _unsound(config: ModelConfig, source: StoredWeightSource, cache_dir: Path, say: Say) -> str | None:
+    try:
+        kernels = load_kernels(cache_dir, say)
+    except (BuildError, OSError) as error:
+        return f"the native kernels are not here: {error}"
+    return next((wrong for blocks in _each_format(config, source) if (wrong := self_check(kernels, blocks))), None)
+
+
+def _each_format(config: ModelConfig, source: StoredWeightSource) -> Iterator[StoredBlocks]:
+    """Yield one matrix of each format in the file."""
+    seen = set()
+    for name in matrix_names(config):
+        blocks = source.blocks(name)
+        if blocks.kind not in seen:
+            seen.add(blocks.kind)
+            yield blocks
+
+
+def self_check(kernels: NativeKernels, blocks: StoredBlocks) -> str | None:
+    """Return what is wrong with the product of a matrix, or None.
+
+    Some of its rows are multiplied, and compared with what the gguf package makes of them.
+    """
+    rows = np.array(blocks.rows[:_CHECKED_ROWS])
+    weight = gguf.dequantize(rows, blocks.kind).astype(np.float32).reshape(len(rows), -1)
+    x = np.random.default_rng(0).standard_normal((3, weight.shape[1]), np.float32)
+    exact, found = x @ weight.T, kernels.linear(kernels.pack(blocks.kind, rows), x)
+    error = float(np.linalg.norm(found - exact)) / max(float(np.linalg.norm(exact)), 1e-30)
+    # A comparison that NaN fails, too.
+    return None if error <= _TOLERANCE else f"the native product of {blocks.kind.name} is wrong by {error:.0%} here"

@@ -1,0 +1,46 @@
+"""The loader of the native path: cache, weights, runner."""
+
+import logging
+
+from checkpoint import Checkpoint, Progress
+from engine.backend import Backend
+from engine.cache.sizing import blocks_in, cache_nbytes, kv_layout, model_len
+from engine.cpu.kv_cache import KVCache
+from engine.cpu.native.choice import NATIVE
+from engine.cpu.native.runner import NativeRunner
+from engine.cpu.native.weights import load_native_model
+from engine.model_loader.checkpoint_weights import StoredWeightSource
+from engine.sampling.host_sampler import Sampler
+from engine.settings import EngineSettings
+from kernels.cpu.native import NativeKernels
+from process.memory_limit import available_nbytes
+
+KV_DTYPE = "bfloat16"
+_log = logging.getLogger(__name__)
+
+
+def load_native_backend(
+    settings: EngineSettings,
+    checkpoint: Checkpoint,
+    source: StoredWeightSource,
+    kernels: NativeKernels,
+    num_threads: int,
+    progress: Progress,
+    kv_dtype: str = KV_DTYPE,
+) -> Backend:
+    """Return the model, ready to run. Raises ConfigError, which says what to do."""
+    kernels.set_threads(num_threads)
+    layout = kv_layout(checkpoint, settings.block_size, kv_dtype)
+    num_blocks = blocks_in(cache_nbytes(settings, layout, available_nbytes()), layout)
+    max_model_len = model_len(checkpoint, settings, num_blocks * layout.block_size)
+    cache = KVCache(layout, num_blocks)
+    model = load_native_model(checkpoint.config, source, kernels, cache, max_model_len, progress)
+    _log.info("%s ready: %s, context of %d tokens", checkpoint.name, NATIVE, max_model_len)
+    _log.info(
+        "the KV cache holds %d tokens in %d MiB; TANDEM_KV_CACHE_MIB makes it larger or smaller",
+        num_blocks * layout.block_size,
+        num_blocks * layout.block_nbytes >> 20,
+    )
+    # One kernel for all rows: what an answer writes is what a prompt would.
+    sampler = Sampler(checkpoint.eos_token_ids)
+    return Backend(cache, NativeRunner(kernels, model), sampler, NATIVE, max_model_len, caches_decoded_kv=True)

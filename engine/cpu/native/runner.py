@@ -1,0 +1,84 @@
+"""The runner of the native path: a batch's tokens in, logits out, one call for all layers."""
+
+from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
+
+import numpy as np
+import torch
+
+from engine.backend import Computed, Written, ignore_progress
+from engine.cpu.native.weights import NativeModel
+from engine.sampling.prompt_logprobs import score, spans
+from engine.sampling.token_masks import TokenMasks
+from engine.scheduler.batch import ScheduledChunk
+from engine.sequence import Sequence
+from kernels.cpu.native import BatchStruct, NativeKernels, NativeMatrix
+
+
+class NativeRunner:
+    """What CpuRunner is to torch's path."""
+
+    early_planes = max_graph_rows = 0
+    graph_rows: tuple[int, ...] = ()
+
+    def __init__(self, kernels: NativeKernels, model: NativeModel) -> None:
+        self._kernels, self._model = kernels, model
+        self._head = NativeMatrix(model.struct.head, ())
+
+    @torch.inference_mode()
+    def forward(self, pieces: SequenceOf[ScheduledChunk], written: Written = ignore_progress) -> Computed:
+        found = spans(pieces)
+        counts = np.array([piece.num_tokens for piece in pieces])
+        sampled = (np.cumsum(counts) - 1)[[piece.samples for piece in pieces]]
+        if not found:  # rows that sample are in order, each once
+            hidden = self._hidden(pieces, counts, sampled)
+            return Computed(self._logits(hidden))
+        scored = [span.rows.numpy() for span in found]
+        wanted = np.unique(np.concatenate([sampled, *scored]))
+        hidden = self._hidden(pieces, counts, wanted)
+        logits = self._logits(hidden[np.searchsorted(wanted, sampled)])
+        return Computed(logits, score(found, self._each(hidden, wanted, scored)))
+
+    def forward_without_sampling(self, pieces: SequenceOf[ScheduledChunk]) -> Computed:
+        return self.forward(pieces)
+
+    def sample(self, sequences: SequenceOf[Sequence], logits: torch.Tensor, masks: TokenMasks) -> None:
+        """The next batch needs its tokens on the host anyway."""
+
+    def wait(self) -> None:
+        """A forward pass ends with its call."""
+
+    def prepare(self, piece: ScheduledChunk) -> None:
+        """What there is to do takes microseconds of a step of milliseconds."""
+
+    def _each(self, hidden: np.ndarray, wanted: np.ndarray, parts: SequenceOf[np.ndarray]) -> Iterator[torch.Tensor]:
+        return (self._logits(hidden[np.searchsorted(wanted, part)]) for part in parts)
+
+    def _logits(self, hidden: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(self._kernels.linear(self._head, np.ascontiguousarray(hidden)))
+
+    def _hidden(self, pieces: SequenceOf[ScheduledChunk], counts: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+        """Compute the batch; return what the head takes of the rows `wanted`, `[len(wanted), hidden_size]`."""
+        # engine.intake and adopt have seen to it that no token is outside of the vocabulary.
+        tokens = np.concatenate([np.frombuffer(p.sequence.tokens, np.int32)[p.first_token : p.end] for p in pieces])
+        owners = np.repeat(np.arange(len(pieces), dtype=np.int32), counts)
+        starts = np.array([piece.first_token for piece in pieces])
+        positions = (np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts - starts, counts)).astype(np.int32)
+        tables = np.zeros((len(pieces), max(len(piece.sequence.blocks) for piece in pieces)), np.int32)
+        for row, piece in zip(tables, pieces, strict=True):
+            row[: len(piece.sequence.blocks)] = piece.sequence.blocks
+        rows = wanted.astype(np.int32)
+        hidden = np.empty((len(rows), self._model.struct.hidden_size), np.float32)
+        batch = BatchStruct(
+            num_rows=len(tokens),
+            num_wanted=len(rows),
+            table_stride=tables.shape[1],
+            tokens=tokens.ctypes.data,
+            positions=positions.ctypes.data,
+            sequences=owners.ctypes.data,
+            tables=tables.ctypes.data,
+            wanted=rows.ctypes.data,
+            hidden=hidden.ctypes.data,
+        )
+        self._kernels.forward(self._model.struct, batch)
+        return hidden

@@ -1,0 +1,115 @@
+"""The native step: the same answers as transformers where nothing is rounded, and whatever shares its batch."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType
+
+from bench.models.transformers_oracle import greedy as oracle_greedy
+from checkpoint import open_checkpoint
+from contracts.errors import ConfigError
+from engine.cpu.native.choice import reason_against, self_check, unfit
+from engine.cpu.native.loader import load_native_backend
+from engine.engine import Engine
+from engine.loader import load_engine
+from engine.model_loader.checkpoint_weights import StoredBlocks, open_weights
+from kernels.cpu.native import LEVELS, load_kernels
+from tests.engine.driving import answers, drain, greedy, random_prompts, request, settings
+from tests.engine.tiny_models import VOCAB, save_tiny
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+LENGTHS = [1, 7, 70, 33, 150, 16]
+SHAPE = {"hidden_size": 128, "num_attention_heads": 4, "head_dim": 32}
+
+
+def native_engine(folder, kv_dtype: str = "float32", threads: int = 2, **changes) -> Engine:
+    """An engine on the native path over a folder's own numbers, with KV that rounds nothing."""
+    chosen = settings(model=str(folder), **changes)
+    checkpoint = open_checkpoint(chosen.model)
+    kernels, source = load_kernels(), open_weights(checkpoint)
+    backend = load_native_backend(chosen, checkpoint, source, kernels, threads, lambda *_: None, kv_dtype)
+    return Engine(chosen, checkpoint, backend)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    model = save_tiny(folder, request.param, **SHAPE)
+    prompts = random_prompts(VOCAB, LENGTHS)
+    return folder, prompts, [oracle_greedy(model, prompt, 12) for prompt in prompts]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_answers_equal_transformers(family, level):
+    folder, prompts, expected = family
+    kernels = load_kernels()
+    if kernels.set_level(level) != level:
+        pytest.skip(f"this CPU has no {level}")
+    try:
+        assert answers(native_engine(folder), prompts, greedy()) == expected
+    finally:
+        kernels.set_level(kernels.best_level)
+
+
+def test_answers_do_not_depend_on_batch_chunks_threads_or_pages(family):
+    folder, prompts, expected = family
+    cases: list[dict[str, Any]] = [{"max_batched_tokens": 48, "max_num_seqs": 3}, {"threads": 1}, {"threads": 3}]
+    for changes in [*cases, {"block_size": 32}]:
+        assert answers(native_engine(folder, **changes), prompts, greedy()) == expected
+
+
+def test_a_prompts_log_probabilities_are_those_of_torch(family):
+    folder, prompts, _ = family
+    scores = []
+    for engine in (native_engine(folder), load_engine(settings(model=str(folder)))):
+        engine.submit(request("a", prompts[4], greedy(1, prompt_logprobs=0)))
+        found = [token.logprob for output in drain(engine) for item in output.scored for token in item.tokens]
+        scores.append(np.array(found))
+    np.testing.assert_allclose(scores[0], scores[1], atol=2e-4)
+
+
+def test_a_prompt_whose_first_blocks_are_cached_gives_the_same(family):
+    folder, prompts, expected = family
+    engine = native_engine(folder)
+    assert [answers(engine, [prompts[4]], greedy())[0] for _ in range(2)] == [expected[4]] * 2
+
+
+def test_models_that_the_step_cannot_compute_are_told_of(folder):
+    checkpoint = open_checkpoint(str(folder))
+    config = dataclasses.replace(checkpoint.config, head_dim=24, sinks=True)
+    assert "attention sinks" in (unfit(config) or "")
+    assert "head_dim 24" in (unfit(dataclasses.replace(config, sinks=False)) or "")
+    with pytest.raises(ConfigError, match="dtype 'native' is not possible here"):
+        load_engine(settings(model=str(folder), dtype="native"))
+
+
+def test_the_self_check_finds_a_wrong_product(monkeypatch):
+    kernels = load_kernels()
+    weight = np.random.default_rng(0).standard_normal((16, 64), np.float32)
+    blocks = StoredBlocks(GGMLQuantizationType.F32, weight.view(np.uint8), weight.shape)
+    assert self_check(kernels, blocks) is None
+    linear = kernels.linear
+    monkeypatch.setattr(kernels, "linear", lambda *given: linear(*given) * np.float32(1.1))
+    assert "wrong by 10%" in (self_check(kernels, blocks) or "")
+    monkeypatch.setattr(kernels, "linear", lambda *given: linear(*given) * np.float32("nan"))
+    assert "wrong by" in (self_check(kernels, blocks) or "")
+
+
+def test_without_a_compiler_torch_serves_and_a_line_says_why(monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr("kernels.cpu.build.BUILT", tmp_path)
+    checkpoint = open_checkpoint("default")
+    reason = reason_against(checkpoint.config, open_weights(checkpoint), tmp_path / "cache", lambda line: None)
+    assert "no-such-compiler" in (reason or "")
+
+
+def test_a_step_of_many_threads_gives_the_bits_of_one(family):
+    folder, prompts, _ = family
+    scores = []
+    for threads in (1, 4):
+        engine = native_engine(folder, threads=threads)
+        engine.submit(request("a", prompts[4], greedy(1, prompt_logprobs=0)))
+        scores.append([t.logprob for output in drain(engine) for item in output.scored for t in item.tokens])
+    assert scores[0] == scores[1]
