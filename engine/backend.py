@@ -134,6 +134,10 @@ class PagedCache(Protocol):
         """
         ...
 
+    def checksums_behind(self, blocks: SequenceOf[BlockId]) -> PageChecksums | None:
+        """Return those of cached blocks, once all that was launched is computed; None if all of it is."""
+        ...
+
 
 @dataclass(frozen=True)
 class Backend:

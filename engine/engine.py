@@ -100,7 +100,7 @@ class Engine:
             max_model_len, settings.max_num_seqs, self.pipeline.has_work,
         )  # fmt: skip
         self.exports = AnswerExport(table, scheduler, pool, cache)
-        self.prefix_exports = PrefixExport(table, pool)
+        self.prefix_exports = PrefixExport(table, pool, cache)
 
     @property
     def pool_bytes(self) -> np.ndarray:

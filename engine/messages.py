@@ -62,6 +62,11 @@ class Started:
 class PageChecksums(Protocol):
     """Made where the KV is."""
 
+    @property
+    def is_done(self) -> bool:
+        """`wait` would not wait."""
+        ...
+
     def wait(self) -> np.ndarray:
         """`[blocks, planes]` uint32, each of one page alone.
 

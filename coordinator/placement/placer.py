@@ -104,7 +104,7 @@ class Placer:
                 raise refusal
             if (offer := self._learn(request, offers, claimed)) is not None:
                 prefill, decode = refs[offer.prefill.worker_id], refs[offer.decode.worker_id]
-                source = self._view.source(offer.prefill, holders)
+                source = self._view.source(offer.prefill, holders, tiers)
                 return Route(request.request_id, request.epoch, prefill, decode, source)
             full_side = _full_side(claim, claimed)
         raise AssertionError("the last claim has a refusal")

@@ -4,11 +4,13 @@ Queues of prompts are taken to get shorter at their workers' own pace in between
 the store's own, as its updates bring them.
 """
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from heapq import nsmallest
 from itertools import islice
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -33,8 +35,17 @@ NUM_PARTNERS = 4
 MAX_FORMS = 2
 """Forms of KV by whose keys a prompt is looked up in tiers: those that most workers with tiers have."""
 
-_Source = tuple[int, bool, PoolWorker]
-"""The holder of a prefix: how many blocks of it, whether perhaps the answer behind it, and the worker."""
+
+class _Source(NamedTuple):
+    """The holder of a prefix: how many blocks of it, whether perhaps the answer behind it, and the worker.
+
+    `tier_rate`: the tokens a second that its tier gives, which holds the last of them; infinite for its cache.
+    """
+
+    depth: int
+    has_answer: bool
+    worker: PoolWorker
+    tier_rate: float = math.inf
 
 
 class PoolView:
@@ -145,37 +156,44 @@ class PoolView:
         for worker in islice(self._with_tiers(tiers, exclude), SHORTLIST):
             found.setdefault(worker.worker_id, worker.candidate)
         those = [self._as_of(found[worker_id], now_ms) for worker_id in sorted(found)]
-        if not (tiers or (holders and any(self._pulls(candidate) for candidate in those))):
+        if not (tiers or holders):
             return those
-        sources = self._givers(holders)
+        sources = self._givers(holders, tiers)
         # Those of the role decode seldom compute a prompt.
         decode = WorkerRole.DECODE
         return [c if c.role is decode else self._with_held(c, sources, tiers, num_tokens) for c in those]
 
-    def _pulls(self, candidate: Candidate) -> bool:
-        """Return whether a worker can be given KV by another one: those on a GPU can not."""
-        return self._workers[candidate.worker_id].info.ways.memory == "host"
-
-    def source(self, prefill: Candidate, holders: Mapping[str, Holder]) -> WorkerRef | None:
+    def source(
+        self, prefill: Candidate, holders: Mapping[str, Holder], tiers: TierDepths = NO_TIERS
+    ) -> WorkerRef | None:
         """Return the worker that seems to hold the most of a prompt beyond what `prefill` holds.
 
-        None if none does. Of equal depth it is who may have decoded the answer behind. One that drains still gives.
+        In its cache, or in tiers of its own. None if none does. Of equal depth it is who may have decoded the answer
+        behind. One that drains still gives.
         """
-        found = _source_of(prefill, self._givers(holders))
+        found = _source_of(prefill, self._givers(holders, tiers))
         if found is None:
             return None
-        depth, has_answer, worker = found
+        depth, has_answer, worker, _ = found
         own_tokens = prefill.cached_tokens + (0 if prefill.is_pulled else prefill.loaded_tokens)
         return worker.info.ref if (depth, has_answer) > (own_tokens // BLOCK_TOKENS, False) else None
 
-    def _givers(self, holders: Mapping[str, Holder]) -> list[_Source]:
+    def _givers(self, holders: Mapping[str, Holder], tiers: TierDepths) -> list[_Source]:
         """Return who holds a prompt's prefix and may give it, those who hold the most first."""
         found = [
-            (holder.depth, holder.is_continued and worker.info.role is not WorkerRole.PREFILL, worker)
+            _Source(holder.depth, holder.is_continued and worker.info.role is not WorkerRole.PREFILL, worker)
             for worker, holder in self._holding(holders)
-            if worker.is_alive(self._now_ms)
         ]
-        return sorted(found, key=lambda source: (-source[0], not source[1]))
+        for term, depths in tiers.items():
+            if (worker := self._by_term.get(term)) is not None:
+                of_tiers = [(speed, depths.get(speed.tier, 0)) for speed in worker.load.tiers]
+                found += [
+                    _Source(depth, False, worker, speed.tokens_per_s)
+                    for speed, depth in of_tiers
+                    if depth and speed.tokens_per_s > 0
+                ]
+        alive = [source for source in found if source.worker.is_alive(self._now_ms)]
+        return sorted(alive, key=lambda source: (-source.depth, not source.has_answer, -source.tier_rate))
 
     def _with_tiers(self, tiers: TierDepths, exclude: Collection[WorkerId]) -> Iterator[PoolWorker]:
         """Yield the workers that may take a prompt and have its prefix in tiers of their own."""
@@ -197,11 +215,13 @@ class PoolView:
             for speed in worker.load.tiers
             if (depth := (shared if speed.tier == SHARED_TIER else own).get(speed.tier, 0)) and speed.tokens_per_s > 0
         ]
-        source = _source_of(candidate, sources) if self._pulls(candidate) else None
-        if source is not None and source[0] * BLOCK_TOKENS > candidate.cached_tokens:
-            num_held = min(source[0] * BLOCK_TOKENS, num_tokens - 1)
+        source = _source_of(candidate, sources)
+        if source is not None and source.depth * BLOCK_TOKENS > candidate.cached_tokens:
+            num_held = min(source.depth * BLOCK_TOKENS, num_tokens - 1)
             # A link whose speed nobody has measured may not be there when it is needed.
-            rate = sound_rate(source[2].load.transfer_rate) or candidate.transfer_rate
+            rate = sound_rate(source.worker.load.transfer_rate) or candidate.transfer_rate
+            if rate and math.isfinite(source.tier_rate):  # its tier fills its cache first
+                rate = 1 / (1 / rate + 1 / source.tier_rate)
             held += [HeldPrefix(num_held, rate, PULL_S, is_peer=True)] if rate else []
         return replace(candidate, held=tuple(held)) if held else candidate
 
@@ -348,6 +368,7 @@ class PoolView:
 def _source_of(candidate: Candidate, sources: Iterable[_Source]) -> _Source | None:
     """Return the other worker of the same layout that holds the most."""
     for source in sources:
-        if source[2].worker_id != candidate.worker_id and source[2].info.layout_id == candidate.layout_id:
+        worker = source.worker
+        if worker.worker_id != candidate.worker_id and worker.info.layout_id == candidate.layout_id:
             return source
     return None

@@ -42,6 +42,9 @@ class KVCache:
     def checksums(self, blocks: Sequence[BlockId]) -> None:
         """The transfer makes its own, of what it copies anyway."""
 
+    def checksums_behind(self, blocks: Sequence[BlockId]) -> None:
+        """All blocks are computed."""
+
     def rows(self, layer: int) -> torch.Tensor:
         """Return K and V of a layer by rows.
 

@@ -39,8 +39,9 @@ class Answer:
 class Pool:
     """Workers that take their turns one after the other; those in `silent` take none."""
 
-    def __init__(self, model: str, transfer: str, *roles: WorkerRole) -> None:
-        self.workers = {role: Worker(role, model, transfer, "secret", worker_id=role.value) for role in roles}
+    def __init__(self, model: str, transfer: str, *roles: WorkerRole, device_dtype: str = "") -> None:
+        facts = model, transfer, "secret", device_dtype
+        self.workers = {role: Worker(role, *facts, worker_id=role.value) for role in roles}
         self.silent: set[WorkerRole] = set()
         self.tokens_per_s = SLOW
         self.prefixes = {role: self._prefixes(worker) for role, worker in self.workers.items()}

@@ -22,7 +22,7 @@ class BlockLoad:
 
     `keys` are of the exact blocks, `lossy_keys` of those with the loss that the prompt takes, if it takes any.
     `asked`: the tiers that were asked, in order; the last has it now. `num_done`: the blocks that are in their pages;
-    `first_lossy`: of these.
+    `first_lossy`: of these. `is_for_peer`: another worker will read them, from this worker's pages.
     """
 
     wanted: PrefixLoad
@@ -30,6 +30,7 @@ class BlockLoad:
     lossy_keys: list[BlockKey]
     budget: LoadBudget
     start_s: float
+    is_for_peer: bool = False
     asked: list[str] = field(default_factory=list)
     num_done: int = 0
     first_lossy: int | None = None

@@ -67,6 +67,8 @@ class EngineCore(StepObserver):
         """Keep KV in tiers below the pool as well, and load it from there."""
         self._engine.use_lower_tiers(tiers)
         self._tiers = self._status.tiers = tiers
+        if self._prefixes is not None:
+            self._prefixes.use_tiers(tiers)
 
     def use_peers(self, prefixes: PeerPrefixes) -> None:
         """Pull prefixes from other workers, and give them those that are cached here."""
@@ -94,7 +96,11 @@ class EngineCore(StepObserver):
             return self._stuck_timeout_s() if self._is_stuck else self._launch_slack_s()
         if self._engine.has_reserved:
             return ALERT_WAIT_S
-        return TICK_S if self._prefixes is not None and self._prefixes.is_waiting else IDLE_WAIT_S
+        return IDLE_WAIT_S if self._prefixes is None else self._wait_for_pulls_s(self._prefixes)
+
+    def _wait_for_pulls_s(self, prefixes: PeerPrefixes) -> float:
+        """Return how long an idle core may wait: a pull that falls behind is given up on time."""
+        return min(IDLE_WAIT_S, prefixes.seconds_to_deadline(self._clock()))
 
     def _stuck_timeout_s(self) -> float:
         """Return how long an engine that can't go on waits: a load from lower tiers is given up on time."""
@@ -188,6 +194,8 @@ class EngineCore(StepObserver):
                 continue
             for role in self._roles:
                 role.on_transfer(event, now)
+        if self._prefixes is not None:
+            self._prefixes.advance(now)
 
     def _on_time(self) -> None:
         now = self._clock()

@@ -69,6 +69,9 @@ class KVTiers:
         self._load_s = 0.0
         self._fastest = tiers[0].name
         self._came_from_fastest: set[bytes] = set()
+        self._for_peers: set[RequestId] = set()
+        self._ended_own: list[EndedLoad] = []
+        self._ended_for_peers: list[EndedLoad] = []
         naming = BlockNaming(layout.block_size, self._key, self._block_compute_s, codec.accepted_loss)
         saved = generations, naming, codec
         if isinstance(pages, np.ndarray):
@@ -85,20 +88,62 @@ class KVTiers:
 
     def begin(self, load: PrefixLoad) -> bool:
         """Begin a load if a tier in this machine holds what pays, or a store may; see LowerTiers."""
+        if self._begin(load, is_for_peer=False):
+            return True
+        self._counts["missed_prompts"] += 1
+        self._counts["missed_blocks"] += len(load.digests)
+        return False
+
+    def count_held(self, digests: Sequence[bytes]) -> int:
+        """Return how many of these blocks the tiers in this machine hold, up to the first that none has."""
+        keys, num_held = [self._key(digest) for digest in digests], -1
+        local = [loader.tier for loader in self._loaders.values() if loader.tier.is_local and loader.can_load]
+        found = 0
+        while num_held < found < len(keys):  # they may take turns within a prompt
+            num_held = found
+            for tier in local:
+                found += tier.lookup(keys[found:]) if found < len(keys) else 0
+        return found
+
+    def begin_for_peer(self, load: PrefixLoad) -> bool:
+        """Begin to fill blocks that a peer will read, if that is faster than computing them.
+
+        They come from tiers in this machine. `finished_for_peers` tells of its end, and `cancel` gives it up.
+        """
+        self._for_peers.add(load.request_id)
+        if self._begin(load, is_for_peer=True):
+            return True
+        self._for_peers.discard(load.request_id)
+        return False
+
+    def finished_for_peers(self) -> list[EndedLoad]:
+        """Return the loads for peers that have ended, each once, as `finished` those of the engine."""
+        if not self._for_peers:
+            return []
+        self._collect()
+        ended, self._ended_for_peers = self._ended_for_peers, []
+        self._for_peers.difference_update(load.request_id for load in ended)
+        return ended
+
+    def _begin(self, load: PrefixLoad, is_for_peer: bool) -> bool:
         budget = LoadBudget(load.first_token, load.num_tokens, self._layout.block_size, self._rate())
         exact = [self._key(digest) for digest in load.digests]
         lossy = [self._key(inexact_digest(digest, load.loss)) for digest in load.digests] if load.loss else []
-        entry = BlockLoad(load, exact, lossy, budget, self._clock())
+        entry = BlockLoad(load, exact, lossy, budget, self._clock(), is_for_peer=is_for_peer)
         self._loads[load.request_id] = entry
         if not self._ask_next(entry):
             del self._loads[load.request_id]
-            self._counts["missed_prompts"] += 1
-            self._counts["missed_blocks"] += len(load.digests)
             return False
         return True
 
     def finished(self) -> list[EndedLoad]:
         """Return the loads that have ended, those that fell behind computing among them; see LowerTiers."""
+        self._collect()
+        ended, self._ended_own = self._ended_own, []
+        return ended
+
+    def _collect(self) -> None:
+        """Sort the loads that have ended by who wanted them."""
         ended: list[BlockLoad] = []
         while not self._ended.empty():
             load = self._ended.get()
@@ -110,12 +155,15 @@ class KVTiers:
             self._counts["loads_given_up"] += 1
             self._loaders[load.asked[-1]].gave_up(load)
             ended.append(load)
-        return [self._end(load, now) for load in ended]
+        for load in ended:
+            (self._ended_for_peers if load.is_for_peer else self._ended_own).append(self._end(load, now))
 
     def _end(self, load: BlockLoad, now: float) -> EndedLoad:
-        """Count a load that has ended, and forget it."""
+        """Count a load that has ended, if the engine wanted it, and forget it."""
         request_id, seconds = load.wanted.request_id, now - load.start_s
         del self._loads[request_id]
+        if load.is_for_peer:
+            return EndedLoad(request_id, load.num_done, seconds, load.num_exact)
         self._counts["loaded_blocks"] += load.num_done
         self._counts["missed_blocks"] += len(load.keys) - load.num_done
         self._counts["loaded_prompts" if load.num_done else "missed_prompts"] += 1
@@ -131,6 +179,9 @@ class KVTiers:
 
     def cancel(self, request_id: RequestId) -> None:
         """Give a load up; see LowerTiers."""
+        self._for_peers.discard(request_id)
+        self._ended_own = [ended for ended in self._ended_own if ended.request_id != request_id]
+        self._ended_for_peers = [ended for ended in self._ended_for_peers if ended.request_id != request_id]
         if load := self._loads.pop(request_id, None):
             load.stop()
 
@@ -215,7 +266,7 @@ class KVTiers:
             first = plan.parts[0]
             self._loaders[first.tier].put(load, load.num_done + first.last)
             return True
-        for loader in rest:
+        for loader in [] if load.is_for_peer else rest:  # a peer asks a store itself
             if not loader.tier.is_local and loader.may_pay(load):
                 loader.put(load, load.num_done)
                 return True

@@ -89,8 +89,7 @@ def serve(
             attempts = AttemptTable(accepted_loss(allowed_levels(settings.kv_codec)))
             roles = make_roles(settings, me, engine, node, attempts)
             core = EngineCore(me, engine, node, roles, attempts, link)
-            if resolve_device(settings.device) == "cpu":  # a GPU computes cached blocks behind the host's back
-                core.use_peers(PeerPrefixes(me, engine, node, attempts, roles, lambda: core.prefill_rate))
+            core.use_peers(PeerPrefixes(me, engine, node, attempts, roles, lambda: core.prefill_rate))
             with ExitStack() as stack:
                 if tiers := open_tiers(settings, engine, lambda: core.prefill_rate, link.wake):
                     stack.callback(tiers.close)

@@ -6,6 +6,8 @@ Prompts whose route names a source pull their prefix from there, and other worke
 import time
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from contracts.errors import TandemError
 from contracts.hashing import chain_hashes, salted
 from contracts.ids import WorkerId
@@ -15,7 +17,8 @@ from engine.messages import ChunkScheduled, StepOutput
 from kv_transfer.events import TransferEvent
 from kv_transfer.node import TransferNode
 from worker.core.attempt_table import AttemptTable
-from worker.core.prefix_puller import PrefixPuller
+from worker.core.kv_tiers import KVTiers
+from worker.core.prefix_puller import DEVICE_PACE, HOST_PACE, PrefixPuller
 from worker.core.prefix_server import PrefixServer
 from worker.core.role_handler import Attempt, RoleHandler
 
@@ -40,8 +43,13 @@ class PeerPrefixes:
     ) -> None:
         self._me, self._engine, self._node, self._attempts, self._roles = me, engine, node, attempts, roles
         self._clock, self._meet_s = clock, 0.0
-        self._puller = PrefixPuller(engine, node, tokens_per_s)
+        pace = HOST_PACE if isinstance(engine.transfer_pool, np.ndarray) else DEVICE_PACE
+        self._puller = PrefixPuller(engine, node, tokens_per_s, pace)
         self._server = PrefixServer(engine, node)
+
+    def use_tiers(self, tiers: KVTiers) -> None:
+        """Give other workers what these tiers hold, too."""
+        self._server.tiers = tiers
 
     def accepts(self, job: Job) -> bool:
         """Return whether another worker may hold more of a prompt that is computed here.
@@ -70,10 +78,15 @@ class PeerPrefixes:
         takers = self._puller.takes(event, now), self._server.takes(event, now)
         return any(takers)
 
-    @property
-    def is_waiting(self) -> bool:
-        """Return whether a prompt waits for a pull."""
-        return self._puller.is_waiting
+    def advance(self, now: float) -> None:
+        """Do what time alone brings: called at every turn of the core."""
+        if self._puller.is_waiting:
+            self._puller.on_tick(now)
+        self._server.advance()
+
+    def seconds_to_deadline(self, now: float) -> float:
+        """Return when `advance` is to be called next at the latest; infinite if no prompt waits for a pull."""
+        return self._puller.seconds_to_deadline(now)
 
     def on_started(self, attempt: Attempt, now: float) -> None:
         """Do nothing: whoever computes the prompt has the attempt by then."""
@@ -95,7 +108,9 @@ class PeerPrefixes:
             self._meet_readers()
 
     def counters(self) -> dict[str, float]:
-        return self._puller.counters() | {"kv_peer_sent_blocks": float(self._server.num_blocks_sent)}
+        server = self._server
+        sent = {"kv_peer_sent_blocks": server.num_blocks_sent, "kv_peer_sent_tier_blocks": server.num_blocks_loaded}
+        return self._puller.counters() | {name: float(count) for name, count in sent.items()}
 
     def is_idle(self) -> bool:
         return self._puller.is_idle and self._server.is_idle

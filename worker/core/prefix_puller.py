@@ -5,6 +5,7 @@ of their own, and enter the prefix cache, where the prompt finds them. What is l
 """
 
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,12 +28,27 @@ MAX_PULLS = 8
 MAX_BLOCKS = 2048
 """The blocks that one pull asks for at most: their digests fit a message."""
 MAX_OVER = 256
-FIRST_GUESS = (1e9, 0.004)
-"""Bytes per second, and seconds before the first, until they are measured."""
-MIN_SLACK_S = 0.02
-"""A pull may be behind computing by so much at least: the core looks at deadlines this often."""
 DRAIN_WAIT_S = 0.05
 """How long a prompt waits for the end of a writer here, so that what came before a pull was given up is of use."""
+
+
+@dataclass(frozen=True)
+class PullPace:
+    """What is thought of pulls until they are measured.
+
+    `nbytes_per_s`, and the seconds before the first byte. One may be behind computing by `min_slack_s` at least,
+    however short its prompt.
+    """
+
+    nbytes_per_s: float
+    latency_s: float
+    min_slack_s: float
+
+
+HOST_PACE = PullPace(1e9, 0.004, 0.02)
+"""Between CPUs, where a core gets to look at deadlines this often."""
+DEVICE_PACE = PullPace(2e10, 0.004, 0.005)
+"""Between GPUs: what is a tenth of NVLink's rate, and several times that of a socket, is tried by a pull or two."""
 
 
 @dataclass
@@ -73,12 +89,14 @@ class PrefixPuller:
     latest, see LoadBudget: then loading and computing take little longer than computing alone.
     """
 
-    def __init__(self, engine: Engine, node: TransferNode, tokens_per_s: Callable[[], float]) -> None:
-        self._engine, self._node, self._tokens_per_s = engine, node, tokens_per_s
+    def __init__(
+        self, engine: Engine, node: TransferNode, tokens_per_s: Callable[[], float], pace: PullPace = HOST_PACE
+    ) -> None:
+        self._engine, self._node, self._tokens_per_s, self._pace = engine, node, tokens_per_s, pace
         self._open: dict[AttemptId, Pull] = {}
         self._draining: dict[AttemptId, Pull] = {}
         self._over: OrderedDict[AttemptId, None] = OrderedDict()
-        self._rate = TierRate(*FIRST_GUESS)
+        self._rate = TierRate(pace.nbytes_per_s, pace.latency_s)
         names = ("loads", "hit_blocks", "bytes_out", "load_seconds", "refused", "given_up", "failed", "quarantined")
         self._counters = {f"kv_peer_{name}": 0.0 for name in names}
 
@@ -149,13 +167,22 @@ class PrefixPuller:
                 return False
         return True
 
+    def _limit_s(self, pull: Pull) -> float:
+        """Return after how many seconds a pull is given up, unless it has come further by then."""
+        size = self._engine.layout.block_size
+        num_loaded = max(0, pull.next_token - pull.first_token) // size if pull.reservation else 0
+        return pull.budget.limit_s(num_loaded) + max(0.0, self._pace.min_slack_s - pull.budget.slack_s)
+
+    def seconds_to_deadline(self, now: float) -> float:
+        """Return when `on_tick` has something to give up at the soonest; infinite if no pull is open."""
+        deadlines = [pull.began_s + self._limit_s(pull) for pull in self._open.values()]
+        deadlines += [pull.ended_s + DRAIN_WAIT_S for pull in self._draining.values() if pull.then is not None]
+        return max(0.0, min(deadlines) - now) if deadlines else math.inf
+
     def on_tick(self, now: float) -> None:
         """Give up the pulls that fall behind computing."""
-        size = self._engine.layout.block_size
         for pull in list(self._open.values()):
-            num_loaded = max(0, pull.next_token - pull.first_token) // size if pull.reservation else 0
-            slack_s = max(0.0, MIN_SLACK_S - pull.budget.slack_s)
-            if now - pull.began_s > pull.budget.limit_s(num_loaded) + slack_s:
+            if now - pull.began_s > self._limit_s(pull):
                 self._counters["kv_peer_given_up"] += 1
                 self._rate.add(max(pull.nbytes, 1), now - pull.began_s)
                 self._give_up(pull, "computing is faster", now)

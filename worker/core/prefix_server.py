@@ -1,17 +1,22 @@
 """The giving side of a pull.
 
-A worker asks for blocks that the prefix cache here may hold, and gets those that it does.
+A worker asks for blocks that the prefix cache here may hold, and gets those that it does, and those behind them that
+tiers in this machine hold. A GPU may still compute some: they are offered at once, and sent when they are computed.
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from contracts.handoff import Abort, Commit, Grant, Offer, PrefixRequest, Refuse
-from contracts.ids import BlockId, WorkerId
+from contracts.ids import BlockId, RequestId, WorkerId
 from contracts.request import WorkerRef
+from engine.cache.load_plan import EndedLoad, PrefixLoad
 from engine.engine import Engine
+from engine.messages import PageChecksums
 from kv_transfer.events import Drained, MessageReceived, PeerDisconnected, TransferEvent
 from kv_transfer.node import TransferNode
+from worker.core.kv_tiers import KVTiers
 from worker.core.role_handler import AttemptId, attempt_key
 
 log = logging.getLogger(__name__)
@@ -35,6 +40,23 @@ class _PrefixReader:
     deadline_s: float
 
 
+@dataclass(frozen=True)
+class _Loading:
+    """A pull whose last blocks, `lent`, are being filled from tiers."""
+
+    id: AttemptId
+    reader: _PrefixReader
+    lent: list[BlockId]
+
+
+@dataclass(frozen=True)
+class _Granted:
+    """The blocks of a pull from `first` on, which are sent once their `checksums` are done."""
+
+    first: int
+    checksums: PageChecksums | None
+
+
 class PrefixServer:
     """The pulls of other workers that are under way.
 
@@ -45,7 +67,10 @@ class PrefixServer:
         self._engine, self._node, self._exports = engine, node, engine.prefix_exports
         self._open: dict[AttemptId, _PrefixReader] = {}
         self._draining: dict[AttemptId, _PrefixReader] = {}
-        self.num_blocks_sent = 0
+        self._loading: dict[RequestId, _Loading] = {}
+        self._granted: dict[AttemptId, _Granted] = {}
+        self.tiers: KVTiers | None = None
+        self.num_blocks_sent = self.num_blocks_loaded = 0
 
     def takes(self, event: TransferEvent, now: float) -> bool:
         """Handle an event if it belongs to a pull that is served here; return whether it does."""
@@ -57,6 +82,7 @@ class PrefixServer:
             case MessageReceived(message=Commit() | Refuse() as end) if (end.request_id, end.epoch) in self._open:
                 self._end((end.request_id, end.epoch))
             case MessageReceived(message=Abort() as abort) if (id_ := (abort.request_id, abort.epoch)) in self._open:
+                self._granted.pop(id_, None)
                 self._draining[id_] = self._open.pop(id_)  # the node drains it by itself
             case Drained(request_id, epoch) if (request_id, epoch) in self._draining:
                 self._end((request_id, epoch))
@@ -72,23 +98,60 @@ class PrefixServer:
         for id_ in [id_ for id_, reader in self._open.items() if reader.deadline_s < now]:
             self._abort(id_, "deadline_exceeded", "the pull took too long")
 
+    def advance(self) -> None:
+        """Offer what has been loaded by now, and send what has been computed."""
+        if self._loading and self.tiers is not None:
+            for ended in self.tiers.finished_for_peers():
+                self._on_loaded(ended)
+        for id_, granted in list(self._granted.items()):
+            # While nothing is being computed, they are done in a moment.
+            if granted.checksums is None or granted.checksums.is_done or not self._engine.has_work():
+                self._send(id_, granted)
+
     @property
     def is_idle(self) -> bool:
-        return not self._open and not self._draining
+        return not self._open and not self._draining and not self._loading
 
     def _on_request(self, peer_id: WorkerId, request: PrefixRequest, now: float) -> None:
-        id_, size = (request.request_id, request.epoch), self._engine.layout.block_size
+        id_ = request.request_id, request.epoch
         if reason := self._refusal(peer_id, request):
             self._refuse(peer_id, id_, reason)
             return
-        blocks = self._exports.hold(attempt_key(*id_), _digests(request))
-        if not blocks:
+        digests = _digests(request)
+        blocks = self._exports.hold(attempt_key(*id_), digests)
+        reader = _PrefixReader(request.reader, request.first_token, blocks, now + READER_TIMEOUT_S)
+        if not self._begins_to_load(id_, reader, digests[len(blocks) :]):
+            self._offer(id_, reader)
+
+    def _begins_to_load(self, id_: AttemptId, reader: _PrefixReader, missing: Sequence[bytes]) -> bool:
+        """Return whether tiers fill blocks now that are missing in the cache; they are offered then."""
+        num_held = self.tiers.count_held(missing) if self.tiers is not None and missing else 0
+        lent = self._exports.lend(attempt_key(*id_), num_held)
+        if self.tiers is None or not lent:
+            return False
+        size, count = self._engine.layout.block_size, len(lent)
+        first_token = reader.first_token + len(reader.blocks) * size
+        facts = first_token, first_token + count * size, None, missing[:count], lent
+        if not self.tiers.begin_for_peer(PrefixLoad(attempt_key(*id_), *facts)):
+            return False
+        self._loading[attempt_key(*id_)] = _Loading(id_, reader, lent)
+        return True
+
+    def _on_loaded(self, ended: EndedLoad) -> None:
+        loading = self._loading.pop(ended.request_id)
+        loading.reader.blocks.extend(loading.lent[: ended.num_blocks])
+        self.num_blocks_loaded += ended.num_blocks
+        self._offer(loading.id, loading.reader)
+
+    def _offer(self, id_: AttemptId, reader: _PrefixReader) -> None:
+        """Offer what is held for a reader; refuse if that is nothing."""
+        if not reader.blocks:
             self._end(id_)
-            self._refuse(peer_id, id_, "none of these blocks is here")
+            self._refuse(reader.peer.worker_id, id_, "none of these blocks is here")
             return
-        self._open[id_] = _PrefixReader(request.reader, request.first_token, blocks, now + READER_TIMEOUT_S)
-        num_tokens = request.first_token + len(blocks) * size
-        self._node.offer(request.reader, Offer(id_[0], id_[1], num_tokens, self._engine.layout.layout_id))
+        self._open[id_] = reader
+        num_tokens = reader.first_token + len(reader.blocks) * self._engine.layout.block_size
+        self._node.offer(reader.peer, Offer(id_[0], id_[1], num_tokens, self._engine.layout.layout_id))
 
     def _refuse(self, peer_id: WorkerId, id_: AttemptId, reason: str) -> None:
         request_id, epoch = id_
@@ -104,36 +167,51 @@ class PrefixServer:
             return "there is no link to the reader yet"
         if request.first_token % self._engine.layout.block_size or len(request.digests) % DIGEST_NBYTES:
             return "first_token or digests are not those of whole blocks"
-        if (request.request_id, request.epoch) in self._open or (request.request_id, request.epoch) in self._draining:
+        id_ = request.request_id, request.epoch
+        if id_ in self._open or id_ in self._draining or attempt_key(*id_) in self._loading:
             return "request_id is that of a pull under way"
-        return f"{MAX_READERS} pulls are under way" if len(self._open) >= MAX_READERS else ""
+        is_busy = len(self._open) + len(self._loading) >= MAX_READERS
+        return f"{MAX_READERS} pulls are under way" if is_busy else ""
 
     def _on_grant(self, id_: AttemptId, grant: Grant) -> None:
-        """Send what the peer has pages for; it has the tokens before in its own cache."""
+        """Send what the peer has pages for, once it is computed; it has the tokens before in its own cache."""
         reader, size = self._open[id_], self._engine.layout.block_size
         num_have = (grant.skip_tokens - reader.first_token) // size
         if not 0 <= num_have < len(reader.blocks) or grant.skip_tokens % size:
             self._abort(id_, "corrupt", f"skip_tokens is {grant.skip_tokens}; {reader.first_token} was asked for")
             return
+        self._granted[id_] = _Granted(num_have, self._exports.checksums(reader.blocks[num_have:]))
+        self.advance()
+
+    def _send(self, id_: AttemptId, granted: _Granted) -> None:
+        del self._granted[id_]
+        reader, size, num_have = self._open[id_], self._engine.layout.block_size, granted.first
+        sums = None if granted.checksums is None else granted.checksums.wait()
         for index, first in enumerate(range(num_have, len(reader.blocks), CHUNK_BLOCKS)):
             blocks = reader.blocks[first : first + CHUNK_BLOCKS]
             place = reader.first_token + first * size, len(blocks) * size
-            self._node.send_chunk(reader.peer.worker_id, *id_, index, *place, blocks)
+            those = None if sums is None else sums[first - num_have : first - num_have + len(blocks)]
+            self._node.send_chunk(reader.peer.worker_id, *id_, index, *place, blocks, those)
             self.num_blocks_sent += len(blocks)
 
     def _abort(self, id_: AttemptId, code: str, reason: str) -> None:
+        self._granted.pop(id_, None)
         reader = self._draining[id_] = self._open.pop(id_)
         log.warning("pull %s by %s is ended: %s", id_[0], reader.peer.worker_id, reason)
         self._node.abort(reader.peer.worker_id, Abort(request_id=id_[0], epoch=id_[1], code=code, reason=reason))
 
     def _on_peer_lost(self, lost: PeerDisconnected) -> None:
         """Let go what the peer read, unless the pull came over a newer link than the one that was lost."""
-        for id_, reader in [*self._open.items(), *self._draining.items()]:
+        loading = [(each.id, each.reader) for each in self._loading.values()]
+        for id_, reader in [*self._open.items(), *self._draining.items(), *loading]:
             is_with = (reader.peer.worker_id, reader.peer.incarnation) == (lost.peer_id, lost.incarnation)
             if is_with and not self._node.knows(lost.peer_id, *id_):
                 self._end(id_)
 
     def _end(self, id_: AttemptId) -> None:
+        if self._loading.pop(attempt_key(*id_), None) and self.tiers is not None:
+            self.tiers.cancel(attempt_key(*id_))
+        self._granted.pop(id_, None)
         self._open.pop(id_, None)
         self._draining.pop(id_, None)
         self._exports.reader_ended(attempt_key(*id_))

@@ -116,6 +116,9 @@ class DeviceCache:
     def checksums(self, blocks: Sequence[BlockId]) -> DeviceChecksums | PendingChecksums | None:
         return self._pages.checksums_aside(blocks) if self._pages is not None and self._pages.checks else None
 
+    def checksums_behind(self, blocks: Sequence[BlockId]) -> DeviceChecksums | PendingChecksums:
+        return self.transfer_pool.checksums_behind(blocks)
+
     def layer(self, index: int) -> LayerCache:
         return self._layers[index]
 

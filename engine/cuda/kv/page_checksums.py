@@ -87,6 +87,10 @@ class DeviceChecksums:
             return mapped(count, device)
         return _pinned(count, device), torch.empty(count, dtype=torch.int32, device=device)
 
+    @property
+    def is_done(self) -> bool:
+        return self._done is None or self._done.query()
+
     def wait(self) -> np.ndarray:
         if self._done is not None:
             self._done.synchronize()
@@ -130,6 +134,10 @@ class PendingChecksums:
 
     def __init__(self, summings: SequenceOf[DeviceChecksums]) -> None:
         self._summings = summings
+
+    @property
+    def is_done(self) -> bool:
+        return all(summing.is_done for summing in self._summings)
 
     def wait(self) -> np.ndarray:
         """`[pages, parts * planes]` of the first, then those of the next."""

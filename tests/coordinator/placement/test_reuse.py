@@ -184,11 +184,26 @@ class TestView:
             other = row(with_tiers("p2"), 2, replace(load(), transfer_rate=rate))
             assert shortlist(view_of(holder, other), {"1": Holder(10, 0, True)}, {})["p2"].held == expected
 
-    def test_gpus_do_not_pull(self) -> None:
+    def test_another_workers_tier_counts_over_the_same_link_if_its_cache_has_less(self) -> None:
+        holder = row(with_tiers("p1"), 1, load(HOST))
+        other = row(with_tiers("p2"), 2, replace(load(), transfer_rate=50_000.0))
+        view, tiers, both = view_of(holder, other), {"1": {"host": 12}}, 1 / (1 / 50_000.0 + 1 / 50_000.0)
+        for holders, expected in (
+            ({}, HeldPrefix(768, both, 0.005, is_peer=True)),
+            ({"1": Holder(10, 0, False)}, HeldPrefix(768, both, 0.005, is_peer=True)),
+            ({"1": Holder(12, 0, False)}, HeldPrefix(768, 50_000.0, 0.005, is_peer=True)),
+        ):
+            candidate = shortlist(view, holders, tiers)["p2"]
+            assert candidate.held == (expected,)
+            found = view.source(candidate, holders, tiers)
+            assert found and found.worker_id == "p1"
+
+    def test_gpus_pull(self) -> None:
         gpu: dict[str, Any] = {"ways": ways("l", memory="cuda")}
         holder = row(with_tiers("d1", WorkerRole.DECODE, **gpu), 1, load())
         other = row(with_tiers("p2", **gpu), 2, replace(load(), transfer_rate=20_000.0))
-        assert shortlist(view_of(holder, other), {"1": Holder(10, 0, True)}, {})["p2"].held == ()
+        pulled = HeldPrefix(640, 20_000.0, 0.005, is_peer=True)
+        assert shortlist(view_of(holder, other), {"1": Holder(10, 0, True)}, {})["p2"].held == (pulled,)
 
     def test_no_source_is_named_for_what_the_own_tiers_give(self) -> None:
         rows = [row(with_tiers("p1"), 1, load(HOST)), row(with_tiers("d2", WorkerRole.DECODE), 2, load())]
