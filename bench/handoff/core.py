@@ -40,6 +40,8 @@ from worker.core.attempt_table import AttemptTable
 from worker.core.engine_core import EngineCore
 from worker.core.front_link import FrontDisconnected, FrontLink
 from worker.core.main import SWITCH_S, ready_of
+from worker.core.open_tiers import open_tiers
+from worker.core.peer_prefixes import PeerPrefixes
 from worker.messages import Start
 from worker.settings import WorkerSettings
 
@@ -50,7 +52,8 @@ class CoreSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The settings of one core.
 
     A model with fewer than Llama-8B's `num_layers` starts sooner. `stamps` is the file for its time stamps; `sums` is
-    the folder for the checksums of pages that are handed over.
+    the folder for the checksums of pages that are handed over. `reuse`: it pulls prefixes from other cores, and gives
+    its own; `kv_host_gib`: of a memory tier below its cache.
     """
 
     device: str
@@ -65,6 +68,8 @@ class CoreSpec(msgspec.Struct, frozen=True, kw_only=True):
     prefix_cache: bool = False
     checksum: bool = True
     transfer: str = "auto"
+    reuse: bool = False
+    kv_host_gib: float = 0.0
 
 
 class Stamps:
@@ -260,6 +265,12 @@ def serve(link: FrontLink, start: Start, spec: CoreSpec, engine: Engine) -> None
     node.start()
     roles = make_roles(WorkerSettings.model_validate({"role": WorkerRole.MIXED}), me, engine, node, attempts)
     core = StampedCore(stamps, me, engine, node, roles, attempts, link)
+    if spec.reuse:
+        core.use_peers(PeerPrefixes(me, engine, node, attempts, roles, lambda: core.prefill_rate))
+    if spec.kv_host_gib:
+        given = WorkerSettings.model_validate({"role": WorkerRole.MIXED, "kv_host_gib": spec.kv_host_gib})
+        if tiers := open_tiers(given, engine, lambda: core.prefill_rate, link.wake):
+            core.use_tiers(tiers)
     freeze_startup_objects()
     link.send(ready_of(engine, node))
     try:

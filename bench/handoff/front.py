@@ -15,7 +15,7 @@ import numpy as np
 
 from bench.handoff.core import CoreSpec
 from contracts.codec import FrameReader, decoder, frame
-from contracts.events import Failed, Finished, Tokens
+from contracts.events import Failed, Finished, Prefilled, Tokens
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.request import Cancel, Job, Route, WorkerRef
 from contracts.sampling import SamplingParams
@@ -45,6 +45,7 @@ class Answers:
     def __init__(self) -> None:
         self.tokens: dict[str, dict[int, Heard]] = defaultdict(dict)
         self.ends: dict[str, str] = {}
+        self.cached: dict[str, int] = {}
         self.changed = threading.Condition()
         self._lengths: dict[str, int] = {}
 
@@ -52,6 +53,8 @@ class Answers:
         if isinstance(event, Tokens):
             for token in event.tokens:
                 self.tokens[event.request_id][token.index] = Heard(now, worker, token.token_id)
+        elif isinstance(event, Prefilled):
+            self.cached[event.request_id] = event.cached_tokens
         elif isinstance(event, Finished):
             self.ends[event.request_id] = "finished"
             self._lengths[event.request_id] = event.num_tokens
@@ -157,11 +160,19 @@ def meet(prefill: CoreHandle, decode: CoreHandle) -> None:
 
 
 def ask(
-    prefill: CoreHandle, decode: CoreHandle, token_ids: list[int], num_tokens: int, timeout_s: float = 60.0
+    prefill: CoreHandle,
+    decode: CoreHandle,
+    token_ids: list[int],
+    num_tokens: int,
+    timeout_s: float = 60.0,
+    source: CoreHandle | None = None,
 ) -> tuple[str, float]:
-    """Post a job to both cores as a gateway does; return the name of the request and when it was posted."""
+    """Post a job to both cores as a gateway does; return the name of the request and when it was posted.
+
+    `source`: who has more of the prompt.
+    """
     name = f"r{next(_requests)}"
-    route = Route(RequestId(name), Epoch(1), prefill.ref, decode.ref)
+    route = Route(RequestId(name), Epoch(1), prefill.ref, decode.ref, source.ref if source else None)
     sampling = SamplingParams(max_tokens=num_tokens, seed=0, temperature=0.0, ignore_eos=True)
     work = Work([Job(route, GatewayId("bench"), token_ids, sampling, timeout_s)], time.monotonic())
     began = time.perf_counter()
