@@ -144,9 +144,9 @@ class Backend:
     """A loaded model on its device.
 
     `dtype`: the number format that `auto` became. `max_model_len`: the longest context in tokens, which the cache
-    holds. `caches_decoded_kv`: later prompts may share an answer's KV. It is to the bit what a prompt's would be, or is
-    of the same number formats and differs no more than that of prompts which are cut into other chunks. `close` ends
-    the processes that compute with this one.
+    holds. `caches_decoded_kv`: later prompts may share an answer's KV. It is to the bit what a prompt's would be, or of
+    the same number formats and rounded by other kernels, as that of prompts is which are cut into other chunks. `close`
+    ends the processes that compute with this one.
     """
 
     cache: PagedCache
