@@ -131,8 +131,15 @@ class PrefixServer:
             return False
         size, count = self._engine.layout.block_size, len(lent)
         first_token = reader.first_token + len(reader.blocks) * size
-        facts = first_token, first_token + count * size, None, missing[:count], lent
-        if not self.tiers.begin_for_peer(PrefixLoad(attempt_key(*id_), *facts)):
+        load = PrefixLoad(
+            request_id=attempt_key(*id_),
+            first_token=first_token,
+            num_tokens=first_token + count * size,
+            parent=None,
+            digests=missing[:count],
+            blocks=lent,
+        )
+        if not self.tiers.begin_for_peer(load):
             return False
         self._loading[attempt_key(*id_)] = _Loading(id_, reader, lent)
         return True
