@@ -89,7 +89,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="", help="folder, GGUF file or hub id; the default model if empty")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--threads", type=int, default=None)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="0: acceptance and steps alone")
     parser.add_argument("--draft-tokens", type=int, default=3, help="most of a draft where rates are measured")
     parser.add_argument("--kinds", nargs="+", choices=list(PROMPTS), default=list(PROMPTS))
     parser.add_argument("--skip-acceptance", action="store_true", help="measure times and rates alone")
@@ -157,7 +157,7 @@ def rate_rows(
                for name in ("off", *DRAFTERS)}  # fmt: skip
     mixed = [prompt for kind in zip(*prompts.values(), strict=True) for prompt in kind][:NUM_STREAMS]
     seen: dict[tuple[str, int, str], list[float]] = {}
-    for index in range(rounds + 1):  # the first warms up
+    for index in range(rounds + 1 if rounds else 0):  # the first warms up
         for kind, asked in [*prompts.items(), ("all kinds", mixed)]:
             num_streams = NUM_STREAMS if kind == "all kinds" else 1
             answers: dict[str, Ids] = {}

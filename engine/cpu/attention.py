@@ -14,60 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from contracts.layout import KVGroup
+from engine.cpu.decode_attention import DecodeAttentionPlan, add_sink, attend_decodes, flash, page_index
+from engine.cpu.head_shape import HeadShape
 from engine.cpu.kv_cache import KVCache
 from kernels.cpu.isa import has_amx
-
-DECODE_PART = 128
-# The CPU flash kernel's per-thread buffers are 16-byte aligned only for a multiple of 4 query rows, and MKL rounds
-# differently on unaligned data: with 3 rows the result depended on the thread, with 4 it never did, at the same cost.
-_ROW_MULTIPLE = 4
-# From 192 query rows on, the kernel splits them by 64 and not by 32: 124 against 30 GFLOP/s on 2 Zen 4 cores.
-_MIN_TILE_ROWS = 384
-
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-
-
-@dataclass(frozen=True)
-class HeadShape:
-    """`window`: how many of the newest tokens a token sees in the layers that have one, itself included.
-
-    `segment`: or those since the last multiple of it. `is_biased`: q and k have biases, and so scores that bfloat16
-    does not tell apart: Qwen2-7B's text is worse by an eighth with such (perplexity 8.0 for 7.1,
-    huggingface/transformers#33317).
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float
-    window: int = 0
-    segment: int = 0
-    is_biased: bool = False
-
-    @property
-    def group(self) -> int:
-        return self.num_heads // self.num_kv_heads
-
-    @property
-    def tile(self) -> int:
-        """Tokens of a prefill tile: a multiple of 64 with at least `_MIN_TILE_ROWS` query rows."""
-        return -(-_MIN_TILE_ROWS // self.group // 64) * 64
-
-
-@dataclass(frozen=True)
-class DecodeAttentionPlan:
-    """One query token a sequence.
-
-    `pages` gathers `[2, P, K, part, D]`; `part_rows` is None when each sequence has one part.
-    """
-
-    num_rows: int
-    pages: torch.Tensor
-    mask_P11T: torch.Tensor
-    part_rows: torch.Tensor | None
-    slots_BS: torch.Tensor | None
-    absent_BS11: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -100,50 +50,10 @@ class TilePlan:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    decode: DecodeAttentionPlan | None
+    """`decodes`: those of one token a sequence, then those with drafts."""
+
+    decodes: tuple[DecodeAttentionPlan, ...]
     tiles: tuple[TilePlan, ...]
-
-
-def page_index(blocks: np.ndarray, group: KVGroup, num_blocks: int) -> torch.Tensor:
-    """Blocks `[N, n]` -> rows of KVCache.pages for K and then V, in the order `[2, N, K, n]`."""
-    heads = blocks[:, None, :] * group.num_kv_heads + np.arange(group.num_kv_heads)[None, :, None]
-    return torch.from_numpy(np.stack([heads, heads + num_blocks * group.num_kv_heads]).reshape(-1))
-
-
-def plan_decode(tables: np.ndarray, lengths: np.ndarray, cache: KVCache, window: int = 0) -> DecodeAttentionPlan:
-    """Return the plan of one query token a sequence.
-
-    `tables` `[B, n]` block ids (anything valid past the end), `lengths` `[B]` context tokens, the newest included.
-    `window`: how many of them are seen, 0 for all; parts that lie before it are left out.
-    """
-    pages_per_part = DECODE_PART // cache.group.block_size
-    seen_from = np.maximum(lengths - window, 0) if window else np.zeros_like(lengths)
-    first_parts = seen_from // DECODE_PART
-    num_parts = -(-lengths // DECODE_PART) - first_parts
-    rows = np.repeat(np.arange(len(lengths)), num_parts)
-    parts = np.arange(len(rows)) - np.repeat(np.cumsum(num_parts) - num_parts - first_parts, num_parts)
-    columns = parts[:, None] * pages_per_part + np.arange(pages_per_part)
-    blocks = tables[rows[:, None], np.minimum(columns, tables.shape[1] - 1)]
-    positions = parts[:, None] * DECODE_PART + np.arange(DECODE_PART)
-    is_seen = (positions >= seen_from[rows, None]) & (positions < lengths[rows, None])
-    mask = np.where(is_seen, np.float32(0), np.float32(-np.inf))
-    joined = _plan_join(num_parts) if num_parts.max() > 1 else (None, None)
-    return DecodeAttentionPlan(
-        num_rows=len(lengths),
-        pages=page_index(blocks, cache.group, cache.num_blocks),
-        mask_P11T=torch.from_numpy(mask)[:, None, None],
-        part_rows=torch.from_numpy(rows) if num_parts.max() > 1 else None,
-        slots_BS=joined[0],
-        absent_BS11=joined[1],
-    )
-
-
-def _plan_join(num_parts: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which part is the s-th of a sequence (0 where there is none), and where there is none."""
-    columns = np.arange(num_parts.max())
-    absent = columns >= num_parts[:, None]
-    slots = np.where(absent, 0, (np.cumsum(num_parts) - num_parts)[:, None] + columns)
-    return torch.from_numpy(slots), torch.from_numpy(absent)[:, :, None, None]
 
 
 @dataclass(frozen=True)
@@ -235,58 +145,13 @@ def attend(
     """
     if not len(q_MHD):
         return q_MHD.flatten(1)
-    parts = []
-    if plan.decode:
-        parts.append(_decode(q_MHD[: plan.decode.num_rows], pages, plan.decode, heads, sinks_KG))
+    parts, first = [], 0
+    for decode in plan.decodes:
+        parts.append(attend_decodes(q_MHD[first : first + decode.num_rows], pages, decode, heads, sinks_KG))
+        first += decode.num_rows
     q_flat = q_MHD.reshape(len(q_MHD) * heads.num_kv_heads, -1)
     parts += [_tiles(q_flat, pages, tiles, heads, sinks_KG) for tiles in plan.tiles]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _decode(
-    q_BHD: torch.Tensor, pages: torch.Tensor, plan: DecodeAttentionPlan, heads: HeadShape, sinks_KG: torch.Tensor | None
-) -> torch.Tensor:
-    group, dim = heads.group, heads.head_dim
-    num_parts = plan.mask_P11T.shape[0]
-    kv = pages.index_select(0, plan.pages).view(2, num_parts, heads.num_kv_heads, DECODE_PART, dim)
-    q_PHD = q_BHD if plan.part_rows is None else q_BHD.index_select(0, plan.part_rows)
-    padded = -(-group // _ROW_MULTIPLE) * _ROW_MULTIPLE
-    q_PKRD = q_PHD.new_zeros(num_parts, heads.num_kv_heads, padded, dim)
-    q_PKRD[:, :, :group] = q_PHD.view(num_parts, heads.num_kv_heads, group, dim)
-    out, lse = _flash(q_PKRD, kv[0], kv[1], 0.0, False, attn_mask=plan.mask_P11T, scale=heads.scale)
-    out_PKGD, lse_PKG = out[:, :, :group], lse[:, :, :group]
-    if plan.slots_BS is not None:
-        out_PKGD = _join(out_PKGD, lse_PKG, plan, sinks_KG)
-    elif sinks_KG is not None:
-        out_PKGD = _sink(out_PKGD, lse_PKG, sinks_KG)
-    return out_PKGD.reshape(plan.num_rows, -1)
-
-
-def _join(
-    out_PKGD: torch.Tensor, lse_PKG: torch.Tensor, plan: DecodeAttentionPlan, sinks_KG: torch.Tensor | None
-) -> torch.Tensor:
-    """Weigh each part by its share of the softmax's denominator. Absent parts weigh exactly 0."""
-    assert plan.slots_BS is not None and plan.absent_BS11 is not None
-    lse_BSKG = lse_PKG[plan.slots_BS].masked_fill(plan.absent_BS11, -torch.inf)
-    weights_BSKG = _shares(lse_BSKG, sinks_KG)
-    # Rounded as a lone part is, and as rows are that are computed beside prompts.
-    return (out_PKGD[plan.slots_BS] * weights_BSKG[..., None]).sum(1).to(out_PKGD.dtype)
-
-
-def _sink(out_NKRD: torch.Tensor, lse_NKR: torch.Tensor, sinks_KR: torch.Tensor) -> torch.Tensor:
-    """What the sink leaves of attention over one part."""
-    return (out_NKRD * _shares(lse_NKR[:, None], sinks_KR)[:, 0, ..., None]).to(out_NKRD.dtype)
-
-
-def _shares(lse_BSKR: torch.Tensor, sinks_KR: torch.Tensor | None) -> torch.Tensor:
-    """Return the share of each part in the softmax's denominator, to which a sink adds its own.
-
-    Not by a sigmoid: torch computes the last few elements of one with another exponential than the others.
-    """
-    if sinks_KR is None:
-        return lse_BSKR.softmax(1)
-    sinks_B1KR = sinks_KR.expand(len(lse_BSKR), 1, -1, -1)
-    return torch.cat([lse_BSKR, sinks_B1KR], 1).softmax(1)[:, :-1]
 
 
 def _tiles(
@@ -320,9 +185,9 @@ def _flash_tiles(
     sinks_KG: torch.Tensor | None,
 ) -> torch.Tensor:
     mask = bucket.mask_RT[None, None]
-    out, lse = _flash(q_NKRD, k_NKTD, v_NKTD, 0.0, False, attn_mask=mask, scale=heads.scale)
+    out, lse = flash(q_NKRD, k_NKTD, v_NKTD, 0.0, False, attn_mask=mask, scale=heads.scale)
     # Rows of a tile: heads of a group, token by token.
-    return out if sinks_KG is None else _sink(out, lse, sinks_KG.repeat(1, heads.tile))
+    return out if sinks_KG is None else add_sink(out, lse, sinks_KG.repeat(1, heads.tile))
 
 
 def _multiply(

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.cpu.attention import AttentionPlan, HeadShape, TiledChunks, plan_decode, plan_tiles
+from engine.cpu.attention import AttentionPlan, TiledChunks, plan_tiles
+from engine.cpu.decode_attention import computes_rows_alike, plan_decode
+from engine.cpu.head_shape import HeadShape
 from engine.cpu.kv_cache import KVCache
 from engine.model.chunked_attention import AttentionChunks, cut
 from engine.model.logit_rows import tail_rows, tails
@@ -71,7 +73,7 @@ def prepare(
     )
     counts, answers = rows.counts, rows.answers
     samples = np.array([piece.samples for piece in pieces])[places.owners]
-    num_decodes = int((answers & (counts == 1)).sum())
+    decodes = np.array([piece.num_rows for piece in pieces if piece.is_decode], np.int64)
     owners = np.repeat(np.arange(len(counts)), counts)
     positions = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts - rows.starts, counts)
     token_ids = np.concatenate([part for piece in pieces for part in _token_ids(piece)])
@@ -87,8 +89,8 @@ def prepare(
         score_rows=tuple(score_rows),
         num_answer_rows=int(counts[answers].sum()),
         num_answer_samples=int((samples & answers).sum()),
-        attention=_plans(rows, num_decodes, heads, cache),
-        logit_rows=None if len(left) == len(owners) else _tails(rows, lasts, left, num_decodes, heads, cache),
+        attention=_plans(rows, decodes, heads, cache),
+        logit_rows=None if len(left) == len(owners) else _tails(rows, lasts, left, decodes, heads, cache),
     )
 
 
@@ -122,35 +124,51 @@ def _token_ids(piece: ScheduledChunk) -> list[np.ndarray]:
 
 
 def _tails(
-    rows: AttentionChunks, lasts: np.ndarray, left: np.ndarray, num_decodes: int, heads: HeadShape, cache: KVCache
+    rows: AttentionChunks, lasts: np.ndarray, left: np.ndarray, decodes: np.ndarray, heads: HeadShape, cache: KVCache
 ) -> LogitRows:
     """Return what goes past the last layer's K and V.
 
     Attention is by the kernel that takes the whole piece: a decode's stays a decode's, and no other becomes one.
     """
     starts, kept = rows.starts + rows.counts - lasts, lasts > 0
+    sampling = decodes[kept[np.cumsum(decodes) - decodes]]  # a token that is computed again may be no last one
     ends = AttentionChunks(rows.tables[kept], starts[kept], lasts[kept], rows.answers[kept])
-    return LogitRows(torch.from_numpy(left), _plans(ends, int(kept[:num_decodes].sum()), heads, cache))
+    return LogitRows(torch.from_numpy(left), _plans(ends, sampling, heads, cache))
 
 
-def _plans(rows: AttentionChunks, num_decodes: int, heads: HeadShape, cache: KVCache) -> AttentionPlans:
-    """Return the plans of all layers. No rows have no parts."""
-    whole = _plan(rows, num_decodes, heads, cache, 0)
-    if heads.segment:
+def _plans(rows: AttentionChunks, decodes: np.ndarray, heads: HeadShape, cache: KVCache) -> AttentionPlans:
+    """Return the plans of all layers. No rows have no parts.
+
+    `decodes`: rows of each decode, which come first.
+    """
+    whole = _plan(rows, decodes, heads, cache, 0)
+    if heads.segment:  # the tokens of a draft may be in several
         by_segment = cut(rows, heads.segment, cache.layout.block_size)
-        return AttentionPlans(whole, _plan(by_segment, num_decodes, heads, cache, 0))
-    return AttentionPlans(whole, _plan(rows, num_decodes, heads, cache, heads.window) if heads.window else None)
+        return AttentionPlans(whole, _plan(by_segment, np.ones(decodes.sum(), np.int64), heads, cache, 0))
+    return AttentionPlans(whole, _plan(rows, decodes, heads, cache, heads.window) if heads.window else None)
 
 
-def _plan(rows: AttentionChunks, num_decodes: int, heads: HeadShape, cache: KVCache, window: int) -> AttentionPlan:
+def _plan(rows: AttentionChunks, decodes: np.ndarray, heads: HeadShape, cache: KVCache, window: int) -> AttentionPlan:
     tables, starts, counts, num_answers = rows.tables, rows.starts, rows.counts, int(rows.answers.sum())
+    num_decodes = int(decodes.sum())
+    if num_decodes > len(decodes) and not computes_rows_alike(cache.dtype, heads.head_dim):
+        decodes = np.ones(num_decodes, np.int64)  # each token of a draft by itself
+    firsts = np.cumsum(decodes) - decodes
+    num_plain = int((np.cumsum(decodes != 1) == 0).sum())
     chunks = [
         TiledChunks(tables[low:high], starts[low:high], counts[low:high], int(counts[:low].sum()), high <= num_answers)
         for low, high in ((num_decodes, num_answers), (num_answers, len(starts)))
         if high > low
     ]
     return AttentionPlan(
-        plan_decode(tables[:num_decodes], starts[:num_decodes] + 1, cache, window) if num_decodes else None,
+        tuple(
+            plan_decode(tables[each], starts[each] + 1, each_counts, heads.group, cache, window)
+            for each, each_counts in (
+                (firsts[:num_plain], decodes[:num_plain]),
+                (firsts[num_plain:], decodes[num_plain:]),
+            )
+            if len(each)
+        ),
         tuple(plan_tiles(group, heads, cache, window) for group in chunks),
     )
 

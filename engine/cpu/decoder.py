@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.cpu.attention import HeadShape, attend
+from engine.cpu.attention import attend
 from engine.cpu.batch_inputs import AttentionPlans, Inputs
+from engine.cpu.head_shape import HeadShape
 from engine.cpu.kv_cache import KVCache
 from engine.cpu.linear import Linear, PhasedLinear
 from engine.cpu.mlp import CpuMlp

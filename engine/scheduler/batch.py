@@ -56,7 +56,7 @@ class ScheduledChunk:
 
 @dataclass(frozen=True)
 class Batch:
-    """Decodes first, then recomputed answers, then prompts.
+    """Decodes first, those without drafts before the others, then recomputed answers, then prompts.
 
     `started`: sequences scheduled for the first time.
     """

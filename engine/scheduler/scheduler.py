@@ -391,9 +391,9 @@ class _Budget:
         return True
 
 
-def _phase(piece: ScheduledChunk) -> tuple[bool, bool]:
+def _phase(piece: ScheduledChunk) -> tuple[bool, bool, bool]:
     """Smaller first, as Batch has them."""
-    return not piece.is_answer, not piece.is_decode
+    return not piece.is_answer, not piece.is_decode, bool(piece.draft)
 
 
 _URGENCY = attrgetter("urgency")

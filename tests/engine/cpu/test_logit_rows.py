@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from contracts.ids import RequestId
 from contracts.layout import KVLayout
-from engine.cpu.attention import HeadShape, attend
+from engine.cpu.attention import attend
 from engine.cpu.batch_inputs import prepare
+from engine.cpu.head_shape import HeadShape
 from engine.cpu.kv_cache import KVCache
 from engine.loader import load_engine
 from engine.model.logit_rows import tail_rows, tails

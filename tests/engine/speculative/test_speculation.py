@@ -10,13 +10,14 @@ from llguidance import LLMatcher
 from contracts.errors import ConfigError
 from contracts.events import Token
 from contracts.sampling import SamplingParams
+from engine.cpu import batch_inputs
 from engine.engine import Engine
 from engine.loader import load_engine
 from engine.messages import StepOutput
 from engine.speculative.choice import PROPOSERS
 from tests.engine.driving import answers, drain, greedy, needs_bfloat16, random_prompts, request, settings, tokens_of
 from tests.engine.speculative.drafting import KnowingProposer
-from tests.engine.tiny_models import VOCAB
+from tests.engine.tiny_models import VOCAB, save_tiny
 
 pytestmark = pytest.mark.slow
 
@@ -236,3 +237,17 @@ def test_a_token_that_can_not_be_drawn_within_a_draft_fails_that_request_alone(f
 def test_what_can_not_draft_is_refused_by_the_name_of_the_field(folder: Path, changes, words):
     with pytest.raises(ConfigError, match=words):
         load_engine(settings(model=str(folder), **changes))
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_long_contexts_and_windows_are_verified_to_the_bit(tmp_path: Path, knowing, alike: bool, monkeypatch):
+    """Drafts whose tokens lie in two parts of the context, in a model with windows, sinks and experts."""
+    save_tiny(tmp_path, "gpt_oss")
+    monkeypatch.setattr(batch_inputs, "computes_rows_alike", lambda dtype, head_dim: alike)
+    prompts = random_prompts(VOCAB, (120, 126, 127, 128, 250, 30))
+    sampling = greedy(20, logprobs=2)
+    plain = whole(load_engine(settings(model=str(tmp_path))), prompts, sampling)
+    learn(knowing, prompts, [[token.token_id for token in answer] for answer in plain])
+    engine = load_engine(settings(model=str(tmp_path), speculate="knowing", draft_tokens=5, adapts_drafts=False))
+    assert whole(engine, prompts, sampling) == plain
+    assert sum(engine.stats().num_accepted_by_place) > 0
