@@ -144,7 +144,7 @@ def _slots(memory: BinaryIO, start: int, end: int) -> list[tuple[int, int]]:
     found = data.find(MAGIC)
     while 0 <= found <= len(data) - PREFIX.size:
         offset = PREFIX.unpack_from(data, found)[3]
-        with suppress(msgspec.DecodeError, struct.error):
+        with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError, struct.error):  # it was damaged before
             facts, _ = _read(data[found : found + offset])
             records[start + found] = offset + facts.stored_nbytes
             slots |= {offset + facts.raw_nbytes + more for more in range(0, _LONGER_FACTS_NBYTES, ALIGNMENT)}
