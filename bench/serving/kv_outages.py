@@ -3,6 +3,7 @@
 import asyncio
 import os
 import random
+import shutil
 import signal
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -75,7 +76,9 @@ async def take_folder_away(kept: KeptKV, rng: random.Random) -> bool:
     away = folder.with_suffix(".away")
     folder.rename(away)
     await asyncio.sleep(rng.choice(HOLDS_S))
-    if not folder.exists():  # else the worker was started again meanwhile and made a new one
+    if folder.exists():  # the worker was started again meanwhile and made a new one
+        shutil.rmtree(away)
+    else:
         away.rename(folder)
     return True
 
