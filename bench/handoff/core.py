@@ -137,9 +137,9 @@ class StampedNode(TransferNode):
 
     def send_chunk(
         self, peer_id: WorkerId, request_id: RequestId, epoch: Epoch, index: int, first_token: int, num_tokens: int,
-        src_pages: Sequence[BlockId], checksums=None,  # type: ignore[no-untyped-def]
+        src_pages: Sequence[BlockId], checksums: np.ndarray | None = None, **others: Any,
     ) -> None:  # fmt: skip
-        super().send_chunk(peer_id, request_id, epoch, index, first_token, num_tokens, src_pages, checksums)
+        super().send_chunk(peer_id, request_id, epoch, index, first_token, num_tokens, src_pages, checksums, **others)
         self.stamps.put("told", request_id)
         if self.sums and checksums is not None:
             self.sums.computed(request_id, num_tokens, checksums)
