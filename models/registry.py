@@ -10,7 +10,7 @@ import models
 from contracts.errors import ConfigError
 from models.family import Family
 
-_NO_FAMILIES = {"config", "family", "registry"}
+_NO_FAMILIES = {"config", "eagle3", "family", "registry"}
 
 FAMILIES: dict[str, Family] = {
     name: importlib.import_module(f"models.{name}").FAMILY
