@@ -1,0 +1,1 @@
+"""The training of an EAGLE3 head from text that its target writes."""
