@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.report import kv_codec_table, readme_table, slow_network_table, vllm_comparison
+from bench.report import eagle3_table, kv_codec_table, readme_table, slow_network_table, vllm_comparison
 from bench.report.marked_block import read_block
 from bench.report.result import RESULTS
 from tests.docs.fences import HISTORY, PAGES, ROOT, page_name
@@ -59,3 +59,8 @@ def test_the_table_of_codec_levels_is_what_its_result_file_says() -> None:
 def test_the_table_of_slow_networks_is_what_its_result_file_says() -> None:
     """`python -m bench.report.slow_network_table` writes it anew."""
     assert read_block(slow_network_table.PAGE, slow_network_table.MODULE) == slow_network_table.table()
+
+
+def test_the_tables_of_eagle3_heads_are_what_their_result_files_say() -> None:
+    """`python -m bench.report.eagle3_table` writes them anew."""
+    assert read_block(eagle3_table.PAGE, eagle3_table.MODULE) == eagle3_table.tables()

@@ -17,6 +17,7 @@ DATA = (
     "coordinator/store/lua/common.lua",
     "gateway/console/index.html",
     "kernels/defaults/",
+    "models/heads/smollm2-135m-instruct-eagle3/model.safetensors",
     *(f"{name}/py.typed" for name in SERVICES),
 )
 MODULES = (
