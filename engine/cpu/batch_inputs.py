@@ -76,7 +76,7 @@ def prepare(
     decodes = np.array([piece.num_rows for piece in pieces if piece.is_decode], np.int64)
     owners = np.repeat(np.arange(len(counts)), counts)
     positions = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts - rows.starts, counts)
-    token_ids = np.concatenate([part for piece in pieces for part in _token_ids(piece)])
+    token_ids = np.concatenate([np.frombuffer(piece.token_ids, np.int32) for piece in pieces])
     wanted = [(np.cumsum(counts) - 1)[samples], *(span.rows.numpy() for span in scored)]
     lasts = tails(counts, np.concatenate(wanted))
     left = tail_rows(counts, lasts)
@@ -116,11 +116,6 @@ def _places(pieces: SequenceOf[ScheduledChunk]) -> _Places:
     indices = np.arange(len(owners)) - np.repeat(np.cumsum(parts) - parts, parts)
     starts = firsts[owners] + np.where(indices > 0, counts[owners] - 1 + indices, 0)
     return _Places(owners, starts, np.where(indices > 0, 1, counts[owners]))
-
-
-def _token_ids(piece: ScheduledChunk) -> list[np.ndarray]:
-    known = np.frombuffer(piece.sequence.tokens, np.int32)[piece.first_token : piece.end]
-    return [known, np.array(piece.draft.token_ids, np.int32)] if piece.draft else [known]
 
 
 def _tails(

@@ -1,5 +1,6 @@
 """What one engine step computes."""
 
+from array import array
 from dataclasses import dataclass
 
 from engine.sequence import Sequence
@@ -35,6 +36,13 @@ class ScheduledChunk:
     def num_rows(self) -> int:
         """Return how many rows of the batch it has: a token each, drafted ones among them."""
         return self.num_tokens + len(self.draft)
+
+    @property
+    def token_ids(self) -> "array[int]":
+        """Return the tokens of its rows, those of the draft last."""
+        tokens = self.sequence.tokens[self.first_token : self.end]
+        tokens.extend(self.draft.token_ids)
+        return tokens
 
     @property
     def is_answer(self) -> bool:

@@ -28,8 +28,8 @@ class NativeRunner:
     @torch.inference_mode()
     def forward(self, pieces: SequenceOf[ScheduledChunk], written: Written = ignore_progress) -> Computed:
         found = spans(pieces)
-        counts = np.array([piece.num_tokens for piece in pieces])
-        sampled = (np.cumsum(counts) - 1)[[piece.samples for piece in pieces]]
+        counts = np.array([piece.num_rows for piece in pieces])
+        sampled = _sampled(pieces, counts)
         if not found:  # rows that sample are in order, each once
             hidden = self._hidden(pieces, counts, sampled)
             return Computed(self._logits(hidden))
@@ -60,7 +60,7 @@ class NativeRunner:
     def _hidden(self, pieces: SequenceOf[ScheduledChunk], counts: np.ndarray, wanted: np.ndarray) -> np.ndarray:
         """Compute the batch; return what the head takes of the rows `wanted`, `[len(wanted), hidden_size]`."""
         # engine.intake and adopt have seen to it that no token is outside of the vocabulary.
-        tokens = np.concatenate([np.frombuffer(p.sequence.tokens, np.int32)[p.first_token : p.end] for p in pieces])
+        tokens = np.concatenate([np.frombuffer(piece.token_ids, np.int32) for piece in pieces])
         owners = np.repeat(np.arange(len(pieces), dtype=np.int32), counts)
         starts = np.array([piece.first_token for piece in pieces])
         positions = (np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts - starts, counts)).astype(np.int32)
@@ -82,3 +82,13 @@ class NativeRunner:
         )
         self._kernels.forward(self._model.struct, batch)
         return hidden
+
+
+def _sampled(pieces: SequenceOf[ScheduledChunk], counts: np.ndarray) -> np.ndarray:
+    """Return the rows of the batch that say what comes next.
+
+    They are those of each newest token, and of its draft's tokens.
+    """
+    ends = np.cumsum(counts)
+    parts = (range(end - 1 - len(p.draft), end) for p, end in zip(pieces, ends.tolist(), strict=True) if p.samples)
+    return np.array([row for part in parts for row in part], np.int64)

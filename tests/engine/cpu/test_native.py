@@ -15,8 +15,10 @@ from engine.cpu.native.loader import load_native_backend
 from engine.engine import Engine
 from engine.loader import load_engine
 from engine.model_loader.checkpoint_weights import StoredBlocks, open_weights
+from engine.speculative.choice import PROPOSERS
 from kernels.cpu.native import LEVELS, load_kernels
 from tests.engine.driving import answers, drain, greedy, random_prompts, request, settings
+from tests.engine.speculative.drafting import KnowingProposer
 from tests.engine.tiny_models import VOCAB, save_tiny
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -113,3 +115,13 @@ def test_a_step_of_many_threads_gives_the_bits_of_one(family):
         engine.submit(request("a", prompts[4], greedy(1, prompt_logprobs=0)))
         scores.append([t.logprob for output in drain(engine) for item in output.scored for t in item.tokens])
     assert scores[0] == scores[1]
+
+
+def test_what_is_guessed_changes_no_answer(family, monkeypatch):
+    folder, prompts, expected = family
+    monkeypatch.setitem(PROPOSERS, "knowing", KnowingProposer)
+    KnowingProposer.answers = {tuple(prompt): answer for prompt, answer in zip(prompts, expected, strict=True)}
+    engine = native_engine(folder, speculate="knowing", draft_tokens=5, adapts_drafts=False)
+    assert answers(engine, prompts, greedy()) == expected
+    stats = engine.stats()
+    assert 0 < sum(stats.num_accepted_by_place) < stats.num_draft_tokens
