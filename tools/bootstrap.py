@@ -48,6 +48,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that pip ends with this, as on Ctrl-C
     try:
         prepare(["run", "torch", *sys.argv[1:]], os.environ.get("TORCH_INDEX_URL", ""))
+        build_kernels()
     except Refusal as refusal:
         print(f"tandem: {refusal}", file=sys.stderr)
         return 1
@@ -121,6 +122,26 @@ def install(want: dict, have: dict) -> None:
     run([PYTHON, "-c", PROBE], "the installed packages do not import (see above)", environment)
     UNFINISHED.unlink(missing_ok=True)
     STAMP.write_text(json.dumps(want, indent=1))
+
+
+def build_kernels() -> None:
+    """Build the native CPU kernels, unless they are there. Without them torch computes, more slowly.
+
+    A system without a compiler gets one for it, which is removed again.
+    """
+    command = [PYTHON, "-m", "kernels.cpu.build"]
+    if subprocess.run([*command, "--quiet"], cwd=ROOT).returncode == 0:
+        return
+    say("fetching a compiler for the native CPU kernels (90 MB, removed afterwards)")
+    with tempfile.TemporaryDirectory(dir=VENV) as folder:
+        options = ("--no-deps", "--require-hashes", "--no-compile", "--quiet", "--target", folder)
+        try:
+            pip("install", *options, f"-r{LOCKS}/compiler.lock")
+        except Refusal as refusal:
+            say(f"the native CPU kernels are not built, torch's are used: {refusal}")
+            return
+        caches = {"ZIG_GLOBAL_CACHE_DIR": f"{folder}/cache", "ZIG_LOCAL_CACHE_DIR": f"{folder}/cache"}
+        subprocess.run(command, cwd=ROOT, env=os.environ | caches | {"PYTHONPATH": folder})
 
 
 def require_space(build: str, have: dict) -> None:

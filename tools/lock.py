@@ -6,7 +6,8 @@
     otel.lock   traces by OpenTelemetry
     dev.lock    what checks, tests and documentation add
 
-and clients.lock from clients.in: clients of other projects, for `make clients`
+and clients.lock from clients.in: clients of other projects, for `make clients`; compiler.lock from compiler.in: a
+compiler for the native kernels, for systems that have none
 
 One resolution for all of them, split afterwards: together they never disagree, and a container image can keep the
 large, rarely changing torch layer apart from the rest.
@@ -46,17 +47,18 @@ def main() -> None:
         lines = [line for name in sorted(names) for line in everything[name]]
         (OUT / f"{group}.lock").write_text(HEADER + "".join(lines))
         print(f"{group}.lock: {len(names)} packages")
-    lock_clients()
+    for name in ("clients", "compiler"):
+        lock_apart(name)
 
 
-def lock_clients() -> None:
-    """Lock the packages of `make clients`, which have an environment of their own.
+def lock_apart(name: str) -> None:
+    """Lock packages that have an environment of their own.
 
-    litellm and LangChain want another major version of openai than our tests.
+    Of the clients, litellm and LangChain want another major version of openai than our tests.
     """
-    entries = compile_extras("--generate-hashes", source="requirements/clients.in")
-    (OUT / "clients.lock").write_text(HEADER + "".join(line for name in sorted(entries) for line in entries[name]))
-    print(f"clients.lock: {len(entries)} packages")
+    entries = compile_extras("--generate-hashes", source=f"requirements/{name}.in")
+    (OUT / f"{name}.lock").write_text(HEADER + "".join(line for name in sorted(entries) for line in entries[name]))
+    print(f"{name}.lock: {len(entries)} packages")
 
 
 def compile_extras(*options: str, override: list[str] | None = None, source: str = "pyproject.toml") -> Entries:

@@ -78,9 +78,12 @@ def library_name() -> str:
 
 
 def find_library(cache_dir: Path = DEFAULT_CACHE) -> Path | None:
-    """Return what was built already, or None."""
-    name = library_name()
-    return next((file for folder in (BUILT, cache_dir / "native") if (file := folder / name).exists()), None)
+    """Return what was built already, or None.
+
+    The bootstrap builds into the default cache, whatever a worker's is.
+    """
+    name, folders = library_name(), (BUILT, cache_dir / "native", DEFAULT_CACHE / "native")
+    return next((file for folder in folders if (file := folder / name).exists()), None)
 
 
 def build(cache_dir: Path = DEFAULT_CACHE, say: Say = lambda line: None) -> Path:
@@ -111,14 +114,14 @@ def build_into(folder: Path, say: Say) -> Path:
 def _build(target: Path, say: Say) -> None:
     failures = []
     for compiler in compilers():
-        started = time.monotonic()
-        say(f"building the native CPU kernels with {compiler[0]}, once (up to a minute)")
+        started, name = time.monotonic(), "ziglang" if "ziglang" in compiler else compiler[0]
+        say(f"building the native CPU kernels with {name}, once (up to a minute)")
         with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
             failure = _compile(compiler, Path(scratch), target)
         if failure is None:
             say(f"native CPU kernels built in {time.monotonic() - started:.0f} s")
             return
-        failures.append(f"{compiler[0]}: {failure}")
+        failures.append(f"{name}: {failure}")
     raise BuildError("; ".join(failures) or "no C++ compiler is here: install g++ or clang, or the wheel ziglang")
 
 

@@ -148,6 +148,29 @@ def test_with_another_index_torch_and_its_cuda_come_from_nowhere_else(
     assert bootstrap.installed() == want
 
 
+@pytest.mark.parametrize(("has_compiler", "fetches"), [(True, False), (False, True)])
+def test_a_compiler_is_fetched_only_where_the_native_kernels_cannot_be_built(
+    project: Path, monkeypatch: pytest.MonkeyPatch, has_compiler: bool, fetches: bool
+) -> None:
+    calls = project / "calls"
+    interpreter = project / ".venv" / "bin" / "python"
+    lines = (
+        "#!/bin/sh",
+        f'echo "${{PYTHONPATH:--}} $@" >> {calls}',
+        f'[ "$3" != --quiet ] || exit {0 if has_compiler else 1}',
+    )
+    interpreter.write_text("\n".join(lines) + "\n")
+    interpreter.chmod(0o755)
+    monkeypatch.setenv("PYTHONPATH", "")
+    bootstrap.build_kernels()
+    said = calls.read_text().splitlines()
+    assert [line.split()[2] for line in said[:2]] == ["kernels.cpu.build", "pip"][: len(said)]
+    assert any("compiler.lock" in line for line in said) == fetches
+    if fetches:  # built with the folder that the compiler is in, which is gone afterwards
+        folder = said[-1].split()[0]
+        assert said[-1].endswith("-m kernels.cpu.build") and not Path(folder).exists()
+
+
 def test_an_unknown_group_is_named(project: Path) -> None:
     with pytest.raises(bootstrap.Refusal, match="no such group of dependencies: nonsense"):
         bootstrap.prepare(["run", "nonsense"], "")

@@ -99,9 +99,10 @@ def test_the_self_check_finds_a_wrong_product(monkeypatch):
     assert "wrong by" in (self_check(kernels, blocks) or "")
 
 
-def test_without_a_compiler_torch_serves_and_a_line_says_why(monkeypatch, tmp_path, caplog):
+def test_without_a_compiler_torch_serves_and_a_line_says_why(monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setattr("kernels.cpu.build.BUILT", tmp_path)
+    monkeypatch.setattr("kernels.cpu.build.DEFAULT_CACHE", tmp_path)
     checkpoint = open_checkpoint("default")
     reason = reason_against(checkpoint.config, open_weights(checkpoint), tmp_path / "cache", lambda line: None)
     assert "no-such-compiler" in (reason or "")
