@@ -11,7 +11,7 @@ import argparse
 import logging
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 
@@ -83,7 +83,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def measure(engine: Engine, peer: PreTrainedModel, rounds: int) -> dict[str, float]:
-    """Return medians over interleaved rounds after a warm-up round: tokens/s, and bytes/s for `read`."""
+    """Return medians in turns: tokens/s, and bytes/s for `read`."""
     runs: dict[str, Callable[[], float]] = {
         "peer decode": lambda: peer_decode(peer),
         "decode": lambda: decode(engine, 1),
@@ -92,6 +92,11 @@ def measure(engine: Engine, peer: PreTrainedModel, rounds: int) -> dict[str, flo
         "streams": lambda: decode(engine, NUM_STREAMS),
         "read": read_bandwidth,
     }
+    return medians_in_turns(runs, rounds)
+
+
+def medians_in_turns(runs: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, float]:
+    """Return the median of each over rounds in which all take turns, after a round to warm up."""
     seen: dict[str, list[float]] = {name: [] for name in runs}
     for index in range(rounds + 1):
         for name, run in runs.items():

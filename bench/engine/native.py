@@ -11,7 +11,6 @@ import argparse
 import json
 import logging
 import os
-import statistics
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 
 import torch
 
-from bench.engine.cpu import NUM_DECODED, NUM_PROMPT, NUM_STREAMS, decode, prefill, read_bandwidth
+from bench.engine.cpu import NUM_DECODED, NUM_PROMPT, NUM_STREAMS, decode, medians_in_turns, prefill, read_bandwidth
 from bench.report.result import ResultRow, write_result
 from engine.engine import Engine
 from engine.loader import load_engine
@@ -109,10 +108,7 @@ def _with_dtype(base: EngineSettings, dtype: str) -> EngineSettings:
 
 
 def measure(engines: dict[str, Engine], peer: LlamaCppProcess | None, rounds: int) -> dict[str, float]:
-    """Return medians over rounds in which all take turns, after a round to warm up.
-
-    In tokens/s, for `read` in bytes/s.
-    """
+    """Return medians in turns: tokens/s, and bytes/s for `read`."""
     runs: dict[str, Callable[[], float]] = {"read": read_bandwidth}
     for streams in (1, NUM_STREAMS):
         for name, engine in engines.items():
@@ -123,14 +119,7 @@ def measure(engines: dict[str, Engine], peer: LlamaCppProcess | None, rounds: in
         runs[f"{name} prefill"] = lambda engine=engine: prefill(engine)
     if peer:
         runs["llama.cpp prefill"] = peer.prefill
-    seen: dict[str, list[float]] = {name: [] for name in runs}
-    for index in range(rounds + 1):
-        for name, run in runs.items():
-            rate = run()
-            if index:
-                seen[name].append(rate)
-                _log.info("round %d %s %.4g", index, name, rate)
-    return {name: statistics.median(values) for name, values in seen.items()}
+    return medians_in_turns(runs, rounds)
 
 
 def result_rows(rates: dict[str, float], file_nbytes: int, torch_name: str) -> list[ResultRow]:

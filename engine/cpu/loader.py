@@ -29,10 +29,9 @@ def load_cpu_backend(settings: EngineSettings, checkpoint: Checkpoint, progress:
         torch.set_num_threads(settings.num_threads)
     progress("probe", 0, 1)
     source = open_weights(checkpoint)
-    if settings.dtype in ("auto", NATIVE):
+    if settings.dtype == NATIVE:
         kernels = native_kernels(settings, checkpoint, source)
-        if kernels is not None:
-            return load_native_backend(settings, checkpoint, source, kernels, torch.get_num_threads(), progress)
+        return load_native_backend(settings, checkpoint, source, kernels, torch.get_num_threads(), progress)
     dtype = resolve_dtype(settings, source)
     number_format = FORMATS[dtype]
     layout = kv_layout(checkpoint, settings.block_size, number_format.kv_dtype)

@@ -136,9 +136,14 @@ def _cpu(options: argparse.Namespace) -> Iterator[tuple[str, Level]]:
     except ConfigError:  # reported by _model
         return
     settings, source = EngineSettings(model=options.model), open_weights(checkpoint)
-    kernels = native_kernels(settings, checkpoint, source)
-    chosen = resolve_dtype(settings, source) if kernels is None else f"{NATIVE} ({kernels.best_level})"
-    yield f"dtype auto holds this model's weights as {chosen} here", Level.OK
+    yield f"dtype auto holds this model's weights as {resolve_dtype(settings, source)} here", Level.OK
+    try:
+        kernels = native_kernels(settings, checkpoint, source)
+    except ConfigError as error:
+        yield str(error), Level.OK
+    else:
+        words = f"with {kernels.best_level}, on activations rounded to 8 bits"
+        yield f"dtype {NATIVE} computes this model's weights as they are stored, {words}", Level.OK
 
 
 def _memory(options: argparse.Namespace) -> Iterator[tuple[str, Level]]:

@@ -8,13 +8,12 @@ import gguf
 import numpy as np
 
 from checkpoint import Checkpoint
-from checkpoint.checkpoint import WeightFormat
 from contracts.errors import ConfigError
 from engine.cpu.native.weights import matrix_names
 from engine.model_loader.checkpoint_weights import StoredBlocks, StoredWeightSource
 from engine.settings import EngineSettings
 from kernels.cpu.build import BuildError, Say
-from kernels.cpu.native import LEVELS, NativeKernels, load_kernels, unsupported
+from kernels.cpu.native import NativeKernels, load_kernels, unsupported
 from models.config import ModelConfig
 
 NATIVE = "native"
@@ -25,26 +24,11 @@ _CHECKED_ROWS = 48
 _TOLERANCE = 0.02
 
 
-def native_kernels(
-    settings: EngineSettings, checkpoint: Checkpoint, source: StoredWeightSource
-) -> NativeKernels | None:
-    """Return the native kernels where they can serve the model, and `auto` has nothing faster.
-
-    Raises ConfigError if they are asked for and cannot.
-    """
-    is_asked = settings.dtype == NATIVE
-    if not is_asked and checkpoint.format is not WeightFormat.GGUF:
-        return None
-    reason = reason_against(checkpoint.config, source, settings.cache_dir, _log.info)
-    if reason is None:
-        kernels = load_kernels(settings.cache_dir)
-        if is_asked or kernels.best_level != LEVELS[0]:
-            return kernels
-        reason = "this CPU has no AVX2, without which torch is faster"
-    if is_asked:
+def native_kernels(settings: EngineSettings, checkpoint: Checkpoint, source: StoredWeightSource) -> NativeKernels:
+    """Return the native kernels. Raises ConfigError, which says why, if they can't serve the model here."""
+    if reason := reason_against(checkpoint.config, source, settings.cache_dir, _log.info):
         raise ConfigError(f"the dtype '{NATIVE}' is not possible here: {reason}; use auto")
-    _log.warning("weights are widened for torch, which is slower than the native kernels: %s", reason)
-    return None
+    return load_kernels(settings.cache_dir)
 
 
 def reason_against(config: ModelConfig, source: StoredWeightSource, cache_dir: Path, say: Say) -> str | None:
