@@ -135,7 +135,7 @@ def test_a_request_that_fails_fails_alone(engine, prompts):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"dtype": "float17"}, "dtype 'float17' is not supported; supported are auto, float32"),
+        ({"dtype": "float17"}, "dtype 'float17' is not supported; supported are auto, native, float32"),
         ({"device": "tpu"}, "device 'tpu' is not supported; supported are auto, cpu, cuda and cuda:N"),
         ({"tensor_parallel": 2}, "tensor_parallel is 2, on the CPU; it is for GPUs: set device"),
         ({"max_model_len": 9000}, "max_model_len is 9000; SmolLM2-135M-Instruct was trained for 8192"),
