@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
+import numpy as np
+
 from contracts.errors import OutOfBlocks, Overloaded
 from contracts.events import FinishReason, Token
 from contracts.handoff import Abort, AbortAck, ChunkHeader, Commit, Fin, Grant, Offer, Refuse, Wait
@@ -69,6 +71,7 @@ class FakeEngine:
     sequences: dict[RequestId, FakeSequence] = field(default_factory=dict)
     writers: dict[RequestId, int] = field(default_factory=dict)
     preempted: list[RequestId] = field(default_factory=list)
+    transfer_pool: np.ndarray = field(default_factory=lambda: np.empty((1, 0, 0), np.uint8))  # pages in host memory
 
     def prompt_tokens_beside(self, num_answers: int) -> int:
         return 16

@@ -127,14 +127,14 @@ def movers(request: pytest.FixtureRequest, model: str) -> Iterator[Movers]:
 
 @pytest.fixture
 def guessing(model: str, expected: dict[str, list[Token]], monkeypatch: pytest.MonkeyPatch) -> Iterator[Movers]:
-    """Workers whose drafter knows the answers, but for a token in ten."""
+    """Workers whose drafter knows six tokens of ten: of more the answers would end before they have moved back."""
     monkeypatch.setitem(PROPOSERS, "suffix", KnowingProposer)
-    monkeypatch.setattr(KnowingProposer, "wrong", 0.1)
+    monkeypatch.setattr(KnowingProposer, "wrong", 0.4)
     monkeypatch.setattr(KnowingProposer, "vocab", VOCAB)
     KnowingProposer.answers = {
         tuple(PROMPTS[name]): [token.token_id for token in answer] for name, answer in expected.items()
     }
-    yield from _made(model, (WorkerRole.DECODE, WorkerRole.DECODE), speculate="suffix", draft_tokens=5)
+    yield from _made(model, (WorkerRole.DECODE, WorkerRole.DECODE), speculate="suffix", draft_tokens=2)
 
 
 @pytest.fixture

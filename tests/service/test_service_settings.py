@@ -19,8 +19,8 @@ from worker.settings import Dtype, Transfer, WorkerSettings
 
 KINDS: list[type[BaseSettings]] = [CoordinatorSettings, GatewaySettings, WorkerSettings, UpSettings]
 FORMATS = (
-    "from engine.cpu.linear import FORMATS; from engine.cuda.model.number_formats import DEVICE_FORMATS; "
-    "print('auto', *FORMATS, *DEVICE_FORMATS)"
+    "from engine.cpu.linear import FORMATS; from engine.cpu.native.choice import NATIVE; "
+    "from engine.cuda.model.number_formats import DEVICE_FORMATS; print('auto', NATIVE, *FORMATS, *DEVICE_FORMATS)"
 )
 TRANSPORTS = "from kv_transfer.settings import TRANSPORTS; print(*TRANSPORTS)"
 

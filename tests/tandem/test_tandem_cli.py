@@ -157,7 +157,7 @@ def completion_script(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("tandem chat --s", ["--system", "--seed"]),
         ("tandem up --transfer = t", ["tcp"]),  # as bash divides --transfer=t
         ("tandem completion f", ["fish"]),
-        ("tandem bench s", ["serve", "serving", "slow_network", "structured", "soak"]),
+        ("tandem bench s", ["serve", "speculation", "serving", "slow_network", "structured", "soak"]),
         ("tandem bench serve --le", ["--lengths"]),
         ("tandem bench --le", [""]),
         ("tandem up --model ./", [""]),  # a file: the shell's own business

@@ -260,13 +260,14 @@ def test_the_doctor_finds_this_machine_well() -> None:
     for finding in findings:
         said.setdefault(finding["section"], []).append(finding["words"])
     assert done.returncode == 0
-    assert list(said) == ["versions", "memory", "redis", "model", "transports", "kv codec", "cpu", "gpu"]
+    assert list(said) == ["versions", "memory", "redis", "model", "transports", "kv codec", "cpu", "drafts", "gpu"]
     assert any(words.startswith("weights as stored: Q4_1: 210 tensors") for words in said["model"])
     assert any(words.startswith("of it one KV head's, 15 KiB,") for words in said["model"])
     assert any("starts and answers" in words for words in said["redis"])
     assert said["transports"][1].startswith("UCX: ") and "tcp (" in said["transports"][1]
     assert any("bfloat16" in words for words in said["cpu"])
-    assert said["cpu"][-1].startswith("dtype auto holds this model's weights as ")
+    assert said["cpu"][-2].startswith("dtype auto holds this model's weights as ")
+    assert said["cpu"][-1].startswith("dtype native computes this model's weights as they are stored")
     assert said["gpu"][0].startswith("none that CUDA shows") or "multiprocessors" in said["gpu"][0]
 
 
