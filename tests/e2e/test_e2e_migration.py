@@ -4,7 +4,6 @@ import asyncio
 import os
 import re
 import signal
-from collections.abc import Sequence
 from typing import Any
 
 import httpx
@@ -17,7 +16,6 @@ from tests.waiting import is_gone, until
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 SOON_S = 60.0
-MAX_TRIES = 8
 SETTINGS = {"TANDEM_NUM_THREADS": "1", "TANDEM_KV_CACHE_MIB": "64"}
 NUM_TOKENS = 1800
 UNENDING = {"max_tokens": NUM_TOKENS, "ignore_eos": True}
@@ -28,21 +26,18 @@ ASKED: list[dict[str, Any]] = [
     {"prompt": [11] * 64, "temperature": 0.9, "seed": 5, "stop": ["no such text"], **UNENDING},
     {"prompt": [12] * 30, "temperature": 1.0, "seed": 6, "structured_outputs": {"regex": "[a-z ]{1700}"}, **UNENDING},
 ]
-OUTGROWING: list[dict[str, Any]] = [
-    {"prompt": [8] * 90, "temperature": 1.0, "seed": seed, "max_tokens": 1950, "ignore_eos": True} for seed in range(2)
-]
 
 
-async def answers(system: System, model: str, asked: Sequence[dict[str, Any]] = ASKED) -> list[list[dict]]:
+async def answers(system: System, model: str) -> list[list[dict]]:
     """Return the choices of all that is asked, at once."""
     async with httpx.AsyncClient(base_url=system.url, timeout=120) as http:
-        replies = await asyncio.gather(*(http.post("/v1/completions", json={"model": model, **body}) for body in asked))
+        replies = await asyncio.gather(*(http.post("/v1/completions", json={"model": model, **body}) for body in ASKED))
     assert [reply.text for reply in replies if reply.status_code != 200] == []
     return [reply.json()["choices"] for reply in replies]
 
 
-def metric(system: System, name: str, url: str = "") -> float:
-    found = re.search(rf"^{re.escape(name)} (\S+)$", httpx.get(f"{url or system.url}/metrics").text, re.M)
+def metric(system: System, name: str) -> float:
+    found = re.search(rf"^{re.escape(name)} (\S+)$", httpx.get(f"{system.url}/metrics").text, re.M)
     return float(found[1]) if found else 0.0
 
 
@@ -79,44 +74,6 @@ def test_answers_of_a_worker_that_drains_go_on_elsewhere_as_if_it_had_not(tmp_pa
         assert metric(system, 'tandem_gateway_migrations_total{outcome="committed",reason="drain"}') >= 2
         until(lambda: is_gone(worker["pid"]), SOON_S)
         until(lambda: all(get_json(f"{w['url']}/health")["core"]["is_clean"] for w in others(system, worker)), SOON_S)
-
-
-def test_answers_move_before_their_worker_has_no_memory_for_them(tmp_path):
-    """Both begin at one worker, whose KV holds 4096 tokens, while the other is frozen.
-
-    It may come back too late for them, so they are asked again until one has moved.
-    """
-
-    async def begun_at_one(system: System, model: str, frozen: dict, first: dict) -> list[list[dict]]:
-        os.kill(frozen["pid"], signal.SIGSTOP)
-        try:
-            await asyncio.to_thread(until, lambda: num_dead(system) == 1, SOON_S)
-            asked = asyncio.create_task(answers(system, model, OUTGROWING))
-            await asyncio.to_thread(until, lambda: num_requests(first) == len(OUTGROWING), SOON_S, period_s=0.01)
-        finally:
-            os.kill(frozen["pid"], signal.SIGCONT)
-        return await asked
-
-    settings = SETTINGS | {"TANDEM_KV_CACHE_MIB": "2"}
-    with running("--model", str(save_tiny(tmp_path)), "--dtype", "float32", "--decode", "2", **settings) as system:
-        model = system.model()
-        expected = [asyncio.run(answers(system, model, [body]))[0] for body in OUTGROWING]
-        first, second = answering_workers(system)
-        for _ in range(MAX_TRIES):
-            assert same(asyncio.run(begun_at_one(system, model, second, first)), expected)
-            if num_moved := metric(system, 'tandem_gateway_migrations_total{outcome="committed",reason="memory"}'):
-                break
-        assert num_moved
-
-
-def num_dead(system: System) -> float:
-    """Return how many decode workers the coordinator takes for dead."""
-    [coordinator] = [node for node in system.nodes() if node["role"] == "coordinator"]
-    return metric(system, 'tandem_coordinator_workers{role="decode",state="dead"}', coordinator["url"])
-
-
-def answering_workers(system: System) -> list[dict]:
-    return [worker for worker in system.workers() if worker["role"] == "decode"]
 
 
 def answering(workers: list[dict]) -> dict:
