@@ -13,6 +13,7 @@ import logging
 import os
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +74,8 @@ def main() -> None:
     args = _arguments()
     base = EngineSettings(model=args.model, prefix_cache=False, num_threads=args.threads)
     apply_isa(probe_isa(base.cache_dir))
-    native = load_engine(_with_dtype(base, "native"))
-    engines = {"native": native, "torch": load_engine(_with_dtype(base, args.torch_dtype))}
+    native = load_engine(replace(base, dtype="native"))
+    engines = {"native": native, "torch": load_engine(replace(base, dtype=args.torch_dtype))}
     threads = torch.get_num_threads()
     peer = LlamaCppProcess(args.llama, native.checkpoint.path, threads) if args.llama else None
     rates = measure(engines, peer, args.rounds)
@@ -101,10 +102,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=None)
     return parser.parse_args()
-
-
-def _with_dtype(base: EngineSettings, dtype: str) -> EngineSettings:
-    return EngineSettings(model=base.model, dtype=dtype, prefix_cache=base.prefix_cache, num_threads=base.num_threads)
 
 
 def measure(engines: dict[str, Engine], peer: LlamaCppProcess | None, rounds: int) -> dict[str, float]:

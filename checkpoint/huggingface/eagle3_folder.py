@@ -4,13 +4,13 @@ It is written in the dialect of SpecForge or of speculators. A head that does no
 of the field, before anything is loaded.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import models
+from checkpoint.huggingface.folder import read_json
 from checkpoint.huggingface.rope import read_rope_scaling, rope_table
 from checkpoint.huggingface.safetensors_index import tensor_files
 from checkpoint.validation import is_whole, require_amount, require_count, require_head_dim
@@ -38,15 +38,7 @@ class Eagle3Folder:
 
 def open_eagle3(folder: Path, target: ModelConfig) -> Eagle3Folder:
     """Open a head; raise ConfigError if it is damaged, unknown, or of another target."""
-    file = folder / "config.json"
-    try:
-        stated = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ConfigError(f"{folder} is no EAGLE3 head: config.json is missing") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"cannot read {file}: {error}") from error
-    if not isinstance(stated, dict):
-        raise ConfigError(f"cannot read {file}: it holds no table")
+    stated = read_json(folder / "config.json", missing="is no EAGLE3 head")
     config = read_eagle3(stated, target, str(folder))
     files = {canonical_name(name): (path, name) for name, path in tensor_files(folder).items()}
     if config.has_reduced_vocabulary and "d2t" not in files:

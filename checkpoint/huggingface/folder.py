@@ -44,13 +44,13 @@ def open_folder(path: Path, name: str | None = None) -> Checkpoint:
 
     Raise ConfigError for a missing or damaged file, an unknown architecture, or a feature that is not supported.
     """
-    config = text_part(_read_json(path / "config.json"), str(path))
+    config = text_part(read_json(path / "config.json"), str(path))
     refuse_other_packings(config, path)
     tokenizer_config = _tokenizer_config(path)
     has_head = not _HEADS.isdisjoint(tensor_files(path))
     tokenizer = _load_tokenizer(path / "tokenizer.json", tokenizer_config)
     bos, eos = (_token(tokenizer_config.get(key)) for key in ("bos_token", "eos_token"))
-    generation = _read_json(path / "generation_config.json", required=False)
+    generation = read_json(path / "generation_config.json", required=False)
     templates = _chat_templates(path, tokenizer_config)
     model = model_config(config, str(path))
     file, stating = ("generation_config.json", generation) if "eos_token_id" in generation else ("config.json", config)
@@ -78,7 +78,7 @@ def open_folder(path: Path, name: str | None = None) -> Checkpoint:
 def _quantization(model: ModelConfig, config: dict[str, Any], path: Path) -> Quantization | None:
     if model.experts is not None and model.experts.as_gpt_oss:  # MXFP4 is a part of this family
         return None
-    found = read_quantization(config, _read_json(path / "hf_quant_config.json", required=False), str(path))
+    found = read_quantization(config, read_json(path / "hf_quant_config.json", required=False), str(path))
     is_llama4 = model.experts is not None and model.experts.as_llama4
     if found is not None and is_llama4 and found.scheme is not Scheme.FP8_ROWS:
         supported = f"supported are {Scheme.FP8_ROWS}, and plain weights"
@@ -239,13 +239,17 @@ def _refuse_other_gpt_oss(config: dict[str, Any], source: str) -> None:
         raise ConfigError(f"{source}: gpt-oss quantized by '{method}' is not supported; supported are mxfp4 and plain")
 
 
-def _read_json(path: Path, required: bool = True) -> dict[str, Any]:
+def read_json(path: Path, required: bool = True, missing: str = "is not a model folder") -> dict[str, Any]:
+    """Return the table in a file, empty where it may be missing.
+
+    `missing`: what its folder is said to be where it may not. Raises ConfigError.
+    """
     if not path.exists() and not required:
         return {}
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise ConfigError(f"{path.parent} is not a model folder: {path.name} is missing") from error
+        raise ConfigError(f"{path.parent} {missing}: {path.name} is missing") from error
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
     if not isinstance(table, dict):
@@ -294,10 +298,10 @@ def _tokenizer_config(path: Path) -> dict[str, Any]:
 
     Older folders list no added tokens there, and name special ones in a file of their own.
     """
-    config = _read_json(path / "tokenizer_config.json", required=False)
+    config = read_json(path / "tokenizer_config.json", required=False)
     if "added_tokens_decoder" in config:
         return config
-    return config | _read_json(path / "special_tokens_map.json", required=False)
+    return config | read_json(path / "special_tokens_map.json", required=False)
 
 
 def _token(value: Any) -> str | None:
