@@ -43,18 +43,6 @@ def mortal(model: str, tmp_path: Path) -> Iterator[RunningWorker]:
         yield found
 
 
-def wait_clean(worker: RunningWorker) -> None:
-    """Wait for a clean status that the core made from now on, not before."""
-    before = worker.core()
-    assert before is not None
-
-    def is_clean() -> bool:
-        core = worker.core()
-        return core is not None and core["num_turns"] > before["num_turns"] and core["is_clean"]
-
-    until(is_clean)
-
-
 async def test_a_request_is_told_from_the_first_token_to_its_one_end(worker: RunningWorker) -> None:
     async def body(gateway: Gateway) -> None:
         assert await gateway.post(gateway.job("r", num_tokens=20, max_tokens=8)) == 202
@@ -69,11 +57,11 @@ async def test_a_request_is_told_from_the_first_token_to_its_one_end(worker: Run
         assert longest == "longest_decode_step" and 0.0 < end.stages_s[longest] < end.stages_s["decode"]
 
     await connected(worker, body)
-    wait_clean(worker)
+    worker.wait_clean()
 
 
 async def test_the_metrics_count_what_was_done(worker: RunningWorker) -> None:
-    wait_clean(worker)
+    worker.wait_clean()
     before = worker.metrics()
 
     async def body(gateway: Gateway) -> None:
@@ -83,7 +71,7 @@ async def test_the_metrics_count_what_was_done(worker: RunningWorker) -> None:
             await gateway.until(lambda number=number: gateway.ends(f"m{number}"))
 
     await connected(worker, body)
-    wait_clean(worker)
+    worker.wait_clean()
     after = worker.metrics()
     grown = {name: after[name] - before[name] for name in after if after[name] != before[name]}
     hits = grown.pop("tandem_worker_prefix_hit_tokens_total", 0.0)
@@ -128,7 +116,7 @@ async def test_a_cancel_ends_it_without_a_word_and_frees_everything(worker: Runn
         await gateway.post(gateway.job("r", max_tokens=LONG))
         await gateway.until(lambda: any(isinstance(event, Tokens) for event in gateway.events))
         await gateway.post(Cancel(R, Epoch(1), "the client left"))
-        wait_clean(worker)
+        worker.wait_clean()
         assert gateway.ends("r") == []
 
     await connected(worker, body)
@@ -142,7 +130,7 @@ async def test_a_deadline_is_kept_by_the_core(worker: RunningWorker) -> None:
         assert isinstance(end, Failed) and (end.code, end.message) == ("deadline_exceeded", "not done within 0.3 s")
 
     await connected(worker, body)
-    wait_clean(worker)
+    worker.wait_clean()
 
 
 async def test_a_prompt_that_can_never_fit_fails_alone(worker: RunningWorker) -> None:

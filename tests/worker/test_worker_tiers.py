@@ -36,6 +36,7 @@ async def serve_one(folder: Path, model: str, *flags: str) -> tuple[list[int], P
     folder.mkdir()
     with running_worker(folder, model, *flags) as worker:
         await connected(worker, body)
+        worker.wait_clean()
         if "--kv-disk" in flags:
             until(lambda: worker.metrics()["tandem_worker_kv_tier_blocks"] >= NUM_BLOCKS)
         metrics = worker.metrics()

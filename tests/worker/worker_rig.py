@@ -66,6 +66,18 @@ class RunningWorker:
                 sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
         return sums
 
+    def wait_clean(self) -> None:
+        """Wait for a clean status of the core that is newer than this call: it counts all that was done before."""
+        until(self.core)
+        before = self.core()
+        assert before is not None
+
+        def is_clean() -> bool:
+            core = self.core()
+            return core is not None and core["num_turns"] > before["num_turns"] and core["is_clean"]
+
+        until(is_clean)
+
 
 @cache
 def _redis() -> RedisServer:
