@@ -14,6 +14,7 @@ ALL = {
     "agreement": "bench.engine.agreement",
     "kv_tiers": "bench.engine.kv_tiers",
     "speculation": "bench.engine.speculation",
+    "drafted_answers": "bench.engine.drafted_answers",
     "pair_agreement": "bench.serving.pair_agreement",
     "transfer": "bench.handoff.transports",
     "serving": "bench.serving.cpu_pair",
