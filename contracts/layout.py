@@ -1,6 +1,7 @@
 """The layout of a KV cache's bytes, which two workers compare before they move any."""
 
 import hashlib
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Self
 
@@ -9,15 +10,18 @@ import msgspec
 from contracts.errors import ConfigError, LayoutMismatch
 
 ITEM_NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+ROW_KINDS = ("draft_row",)
+"""The kinds of groups that keep one row for a block, which belongs to its last token, and not one for each token."""
 
 
 class KVGroup(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     """The layers whose KV lies in pages of one form, with a block table of their own.
 
-    A page is `[kv_heads, block, head_dim]`. Each of the `layers` has the same `planes` of pages; the planes of the
+    A page is `[kv_heads, rows, head_dim]`. Each of the `layers` has the same `planes` of pages; the planes of the
     group are those of its first layer, in this order, then those of its second. `kind` says what the pages hold: "full"
-    is the keys and values of every token. `scales` says where quantization scales are kept ("none": not quantized).
-    `weights` is the fingerprint of weights that are not the model's, such as a draft head's; empty if there are none.
+    is the keys and values of every token, "draft" those of a draft head, "draft_row" the state with which a draft goes
+    on behind a block. `scales` says where quantization scales are kept ("none": not quantized). `weights` is the
+    fingerprint of weights that are not the model's, such as a draft head's; empty if there are none.
     """
 
     kind: str = "full"
@@ -31,6 +35,16 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     weights: str = ""
 
     @property
+    def is_optional(self) -> bool:
+        """Return whether answers are the same without these pages, which belong to weights beside the model's."""
+        return bool(self.weights)
+
+    @property
+    def rows(self) -> int:
+        """Return the rows of `head_dim` values that a page has for each head."""
+        return 1 if self.kind in ROW_KINDS else self.block_size
+
+    @property
     def num_layers(self) -> int:
         return len(self.layers)
 
@@ -40,7 +54,7 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 
     def page_nbytes(self, tp_size: int) -> int:
         """Return the bytes of one block in one plane of one of `tp_size` shards."""
-        return self.num_kv_heads // tp_size * self.block_size * self.head_dim * ITEM_NBYTES[self.dtype]
+        return self.num_kv_heads // tp_size * self.rows * self.head_dim * ITEM_NBYTES[self.dtype]
 
     def shard_nbytes(self, tp_size: int) -> int:
         """Return the bytes of one block in all planes of one of `tp_size` shards."""
@@ -63,9 +77,10 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     with one shard. Where more GPUs than KV heads share a cache, there are copies of each shard, which do not appear
     here. `model` is a fingerprint of configuration and weights, since the KV of one model means nothing to another.
     `block_size` is the number of tokens that the prefix cache hashes together, and at multiples of which prompts are
-    cut into chunks; the block size of each group divides it.
+    cut into chunks; the block size of each group divides it. Optional groups stand behind the model's.
 
-    Raises ValueError for no group, or a block size that is not divided by a group's.
+    Raises ValueError for no group, an optional one before another of the model's, or a block size that is not divided
+    by a group's.
     """
 
     model: str
@@ -76,6 +91,9 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     def __post_init__(self) -> None:
         if not self.groups:
             raise ValueError("a KV layout needs a group of layers")
+        are_optional = [group.is_optional for group in self.groups]
+        if are_optional != sorted(are_optional):
+            raise ValueError(f"groups have weights of their own before the model's: {are_optional}")
         for index, group in enumerate(self.groups):
             if self.block_size % group.block_size:
                 raise ValueError(f"groups[{index}].block_size is {group.block_size}; blocks are {self.block_size}")
@@ -109,6 +127,15 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         return msgspec.structs.replace(
             self, groups=tuple(msgspec.structs.replace(group, **changes) for group in self.groups)
         )
+
+    def of_groups(self, indices: Iterable[int]) -> "KVLayout":
+        """Return the layout of a cache that has only these of the groups."""
+        return msgspec.structs.replace(self, groups=tuple(self.groups[index] for index in indices))
+
+    @property
+    def model_part(self) -> "KVLayout":
+        """Return the layout without its optional groups: what two workers must have in common to exchange KV."""
+        return _model_part_of(self)
 
     @property
     def only_group(self) -> KVGroup:
@@ -169,6 +196,12 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 def _first_difference(ours: object, theirs: object, fields: tuple[str, ...]) -> tuple[str, object, object] | None:
     pairs = ((name, getattr(ours, name), getattr(theirs, name)) for name in fields)
     return next((pair for pair in pairs if pair[1] != pair[2]), None)
+
+
+@lru_cache(maxsize=64)
+def _model_part_of(layout: KVLayout) -> KVLayout:
+    needed = [index for index, group in enumerate(layout.groups) if not group.is_optional]
+    return layout if len(needed) == len(layout.groups) else layout.of_groups(needed)
 
 
 @lru_cache(maxsize=64)  # needed for each chunk, and a pool has few layouts

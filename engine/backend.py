@@ -113,9 +113,9 @@ class Runner(Protocol):
 class PagedCache(Protocol):
     """The paged KV cache.
 
-    `pool_bytes` `[num_planes, num_blocks, page_nbytes]` uint8 is what a transfer reads and writes; raises ConfigError
-    where the host can't see it. `transfer_pool`: what kv_transfer.node takes, `pool_bytes` or a GPU's
-    DeviceTransferPool.
+    `pool_bytes` `[num_planes, num_blocks, page_nbytes]` uint8 are the pages of the layout's first group; raises
+    ConfigError where the host can't see them. `transfer_pool`: what kv_transfer.node takes, `pool_bytes`, a list of the
+    pages of each group, or a GPU's DeviceTransferPool.
     """
 
     layout: KVLayout

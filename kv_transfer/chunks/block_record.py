@@ -41,10 +41,11 @@ _DIFFERS = "checksum differs: the record is not what was written"
 class BlockFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What a record states about its payload.
 
-    `layout` has the fields of the block's layout and group, so that one which differs can be named. `codec` and `level`
-    say how `raw_nbytes` of KV became `stored_nbytes` of payload; `raw_checksum`, XXH3 seeded with the key, is of the KV
-    that a payload which is not raw is decoded to. `plane_sums`: the uint32 of each page of a raw payload (page_sums);
-    empty where the record's checksum covers the payload.
+    The payload is the block's pages, group by group and in each plane by plane. `layout` has the fields of the layout
+    and of each group, so that one which differs can be named; `group` is 0. `codec` and `level` say how `raw_nbytes` of
+    KV became `stored_nbytes` of payload; `raw_checksum`, XXH3 seeded with the key, is of the KV that a payload which is
+    not raw is decoded to. `plane_sums`: the uint32 of each page of a raw payload (page_sums); empty where the record's
+    checksum covers the payload.
     """
 
     key: bytes
@@ -86,17 +87,16 @@ def facts_of(
     *,
     raw_nbytes: int,
     stored_nbytes: int,
-    group: int = 0,
     codec: str = RAW,
     level: int = 0,
     raw_checksum: int = 0,
     plane_sums: bytes = b"",
 ) -> BlockFacts:
-    """Return the facts of a full block of a group of `layout`."""
+    """Return the facts of a full block of `layout`."""
     return BlockFacts(
         key=key,
-        layout=shared_fields(layout, group),
-        group=group,
+        layout=shared_fields(layout),
+        group=0,
         num_tokens=layout.block_size,
         codec=codec,
         level=level,
@@ -108,32 +108,33 @@ def facts_of(
 
 
 @lru_cache(maxsize=64)  # a GPU's loads verify thousands of records a second
-def shared_fields(layout: KVLayout, group: int) -> dict[str, Any]:
-    """Return the fields that decide the meaning of a group's bytes, whatever the number of shards.
+def shared_fields(layout: KVLayout) -> dict[str, Any]:
+    """Return the fields that decide the meaning of a block's bytes, whatever the number of shards.
 
     The dictionary is shared: nobody changes it.
     """
     fields: dict[str, Any] = {"model": layout.model, "block_size": layout.block_size}
-    described: dict[str, Any] = to_builtins(layout.groups[group])
-    for name, value in described.items():
-        # Lists, as they are decoded.
-        fields[f"groups[{group}].{name}"] = list(cast(tuple[Any, ...], value)) if isinstance(value, tuple) else value
+    for index, group in enumerate(layout.groups):
+        described: dict[str, Any] = to_builtins(group)
+        for name, value in described.items():
+            # Lists, as they are decoded.
+            plain = list(cast(tuple[Any, ...], value)) if isinstance(value, tuple) else value
+            fields[f"groups[{index}].{name}"] = plain
     return fields
 
 
-def max_record_nbytes(layout: KVLayout, group: int = 0) -> int:
-    """Return the size of the largest record of a block of a group of `layout`, whose payload is raw."""
-    return summed_payload_offset(BlockKey(bytes(64)), layout, group) + layout.group_nbytes(group)
+def max_record_nbytes(layout: KVLayout) -> int:
+    """Return the size of the largest record of a block of `layout`, whose payload is raw."""
+    return summed_payload_offset(BlockKey(bytes(64)), layout) + layout.block_nbytes
 
 
-def summed_payload_offset(key: BlockKey, layout: KVLayout, group: int = 0) -> int:
+def summed_payload_offset(key: BlockKey, layout: KVLayout) -> int:
     """Return where the payload of a raw record with `plane_sums` begins, before they are known.
 
     It is the same for all keys of one length.
     """
-    nbytes = layout.group_nbytes(group)
-    sums = bytes(4 * _num_pages(layout, group))
-    facts = facts_of(key, layout, raw_nbytes=nbytes, stored_nbytes=nbytes, group=group, plane_sums=sums)
+    nbytes, sums = layout.block_nbytes, bytes(4 * _num_pages(layout))
+    facts = facts_of(key, layout, raw_nbytes=nbytes, stored_nbytes=nbytes, plane_sums=sums)
     return _payload_offset(codec.encode(facts))
 
 
@@ -159,18 +160,18 @@ def seal_record(facts: BlockFacts, record: memoryview) -> memoryview:
     return whole
 
 
-def verify(record: memoryview, key: BlockKey, layout: KVLayout, group: int = 0) -> VerifiedBlock:
+def verify(record: memoryview, key: BlockKey, layout: KVLayout) -> VerifiedBlock:
     """Return the block in a record, if it is that of `key` in `layout` to the last bit.
 
     Raises Corrupt, which names the field that is at fault, and LayoutMismatch if it is another layout's.
     """
-    block = read_stated(record, key, layout, group)
-    if block.sums is not None and not np.array_equal(page_sums(block.payload.reshape(len(block.sums), -1)), block.sums):
+    block = read_stated(record, key, layout)
+    if block.sums is not None and not np.array_equal(sums_of_pages(block.payload, layout), block.sums):
         raise Corrupt(_DIFFERS)
     return VerifiedBlock(block.facts, block.payload)
 
 
-def read_stated(record: memoryview, key: BlockKey, layout: KVLayout, group: int = 0) -> StatedBlock:
+def read_stated(record: memoryview, key: BlockKey, layout: KVLayout) -> StatedBlock:
     """Return the block in a record whose pages a device will sum up, if all else is right.
 
     Raises as `verify` does.
@@ -182,31 +183,40 @@ def read_stated(record: memoryview, key: BlockKey, layout: KVLayout, group: int 
         _require("key", bytes(facts.key).hex(), key.hex())
     if checksum != _checksum(facts, record, offset):
         raise Corrupt(_DIFFERS)
-    _require("group", facts.group, group)
-    ours = shared_fields(layout, group)
+    _require("group", facts.group, 0)
+    ours = shared_fields(layout)
     if facts.layout != ours:
         for field, value in ours.items():
             if (theirs := facts.layout.get(field)) != value:
                 raise LayoutMismatch(field, value, theirs)
         _require("layout", sorted(facts.layout), sorted(ours))
     _require("num_tokens", facts.num_tokens, layout.block_size)
-    _require("raw_nbytes", facts.raw_nbytes, layout.group_nbytes(group))
+    _require("raw_nbytes", facts.raw_nbytes, layout.block_nbytes)
     if facts.codec == RAW:
         _require("stored_nbytes", facts.stored_nbytes, facts.raw_nbytes)
-    return StatedBlock(facts, np.frombuffer(record, np.uint8)[offset:], _stated_sums(facts, layout, group))
+    return StatedBlock(facts, np.frombuffer(record, np.uint8)[offset:], _stated_sums(facts, layout))
 
 
-def _stated_sums(facts: BlockFacts, layout: KVLayout, group: int) -> np.ndarray | None:
+def _stated_sums(facts: BlockFacts, layout: KVLayout) -> np.ndarray | None:
     if not facts.plane_sums:
         return None
     _require("codec", facts.codec, RAW)
-    _require("plane_sums", len(facts.plane_sums), 4 * _num_pages(layout, group))
+    _require("plane_sums", len(facts.plane_sums), 4 * _num_pages(layout))
     return np.frombuffer(facts.plane_sums, "<u4")
 
 
-def _num_pages(layout: KVLayout, group: int) -> int:
-    """Return the pages of a block in all planes of a group, where one shard has all heads."""
-    return layout.group_nbytes(group) // layout.groups[group].page_nbytes(1)
+def sums_of_pages(payload: np.ndarray, layout: KVLayout) -> np.ndarray:
+    """Return the checksums of a raw payload's pages, uint32, group by group; see page_sums."""
+    sizes = [layout.group_nbytes(index) for index in range(len(layout.groups))]
+    parts = np.split(payload, np.cumsum(sizes)[:-1])
+    return np.concatenate(
+        [page_sums(part.reshape(-1, group.page_nbytes(1))) for part, group in zip(parts, layout.groups, strict=True)]
+    )
+
+
+def _num_pages(layout: KVLayout) -> int:
+    """Return the pages of a block in all planes of all groups, where one shard has all heads."""
+    return sum(layout.group_nbytes(index) // group.page_nbytes(1) for index, group in enumerate(layout.groups))
 
 
 def _read_facts(record: memoryview) -> tuple[BlockFacts, int, int]:

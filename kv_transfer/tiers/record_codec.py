@@ -35,16 +35,18 @@ class RecordCodec:
     """The codec of a worker's records: `levels` are those that it may write, the most exact first.
 
     A block is coded as one page of each kind of plane, whose heads are those of all layers: sixty planes one by one
-    took ten times as long.
+    took ten times as long. The groups behind the model's, such as a draft head's, are a few percent of a block, and
+    are appended as they are.
     """
 
     def __init__(self, layout: KVLayout, levels: Sequence[str]) -> None:
         self.levels, self.accepted_loss = list(levels), accepted_loss(levels)
-        self._layout, group = layout, layout.only_group
+        self._layout, group = layout, layout.model_part.only_group
         self._format = PageFormat(group.dtype, group.num_kv_heads * group.num_layers, group.block_size, group.head_dim)
         self._runs = [PageRun(1, is_key=name == "k") for name in group.planes]
         # The planes lie layer by layer; coded are all keys, then all values.
         self._order = np.arange(group.num_planes).reshape(group.num_layers, len(group.planes)).T.reshape(-1)
+        self._coded_nbytes = group.block_nbytes
         self._rates: Mapping[str, CodecRate] | None = None
 
     def choose(self, record: memoryview, bandwidth: float, may_lose: bool) -> str:
@@ -56,7 +58,8 @@ class RecordCodec:
         if not self.levels or not bandwidth > 0:
             return ""
         if self._rates is None:
-            self._rates = self._measure(self._planes(np.frombuffer(record, np.uint8)[-self._layout.block_nbytes :]))
+            pages = np.frombuffer(record, np.uint8)[-self._layout.block_nbytes :]
+            self._rates = self._measure(self._planes(pages[: self._coded_nbytes]))
         allowed = [name for name in self.levels if LEVELS[name].is_lossless or may_lose]
         return choose_level(len(record), len(record), bandwidth, self._rates, allowed)
 
@@ -66,7 +69,8 @@ class RecordCodec:
         Raises Corrupt and LayoutMismatch if `record` is no sealed record of `key`.
         """
         block = verify(record, key, self._layout)
-        payload = codec.encode(self._planes(block.payload), self._runs, self._format, LEVELS[level])
+        coded, rest = np.split(block.payload, [self._coded_nbytes])
+        payload = codec.encode(self._planes(coded), self._runs, self._format, LEVELS[level]) + rest.tobytes()
         kept = self._decode(memoryview(payload))
         facts = facts_of(
             new_key,
@@ -107,7 +111,14 @@ class RecordCodec:
 
     def _decode(self, payload: memoryview) -> np.ndarray:
         """Return the bytes of a block in the order of the pool's planes. Raises Corrupt."""
-        coded = np.empty(self._layout.block_nbytes, np.uint8)
+        num_raw = self._layout.block_nbytes - self._coded_nbytes
+        if len(payload) < num_raw:
+            raise Corrupt(f"stored_nbytes is {len(payload)}, of which {num_raw} are not coded")
+        end = len(payload) - num_raw
+        return np.concatenate([self._decode_planes(payload[:end]), np.frombuffer(payload[end:], np.uint8)])
+
+    def _decode_planes(self, payload: memoryview) -> np.ndarray:
+        coded = np.empty(self._coded_nbytes, np.uint8)
         codec.decode(payload, self._runs, self._format, coded)
         pages = np.empty((len(self._order), len(coded) // len(self._order)), np.uint8)
         pages[self._order] = coded.reshape(pages.shape)
@@ -122,7 +133,7 @@ class RecordCodec:
                 start = time.perf_counter()
                 payload = codec.encode(planes, self._runs, self._format, LEVELS[name])
                 middle = time.perf_counter()
-                self._decode(memoryview(payload))
+                self._decode_planes(memoryview(payload))
                 encode_s, decode_s = min(encode_s, middle - start), min(decode_s, time.perf_counter() - middle)
             encode_s += decode_s  # decoded when it is written too, for the checksum
             rates[name] = CodecRate(len(planes) / len(payload), len(planes) / encode_s, len(planes) / decode_s)

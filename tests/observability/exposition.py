@@ -25,6 +25,7 @@ from tests.gateway.gateway_rig import GATEWAY, ListStore
 from tests.kv_transfer.tiers.block_samples import LAYOUT, RECORD_NBYTES
 from tests.nodes import node_info
 from tests.path.ring import Ring, Side
+from worker.core.host_pages import HostPages
 from worker.core.kv_tiers import KVTiers
 from worker.core.peer_prefixes import PeerPrefixes
 from worker.core.status import StatusReporter
@@ -72,7 +73,7 @@ def _tiers() -> Iterator[KVTiers]:
         disk = DiskTier(Path(folder, "disk"), LAYOUT.shared_id.hex(), 1 << 20)
         host, store = HostMemoryTier(1 << 20, RECORD_NBYTES), open_remote_store(f"file://{folder}")
         host._stats.refused.update(full=0, unavailable=0)  # which a tier shows once it has refused for these reasons
-        tiers = KVTiers([host, disk, store], LAYOUT, pages, [0], lambda: 0.0, lambda: None)
+        tiers = KVTiers([host, disk, store], LAYOUT, HostPages([pages]), [0], lambda: 0.0, lambda: None)
         try:
             yield tiers
         finally:

@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from engine.cache.load_plan import TierRate
 from engine.cuda.kv.tier_pages import TierPages
 from kv_transfer.chunks.block_record import max_record_nbytes
@@ -11,6 +9,7 @@ from kv_transfer.tiers.host_memory import HostMemoryTier
 from kv_transfer.tiers.record_files import DIRECT_ALIGNMENT
 from worker.core.device_filler import DeviceFiller
 from worker.core.host_filler import HostFiller
+from worker.core.host_pages import HostPages
 from worker.core.record_check import RecordCheck
 from worker.core.record_sources import LentRecords, ReaderThreads, RecordReader, RecordSource
 from worker.core.tier_loader import NUM_THREADS, BlockFiller
@@ -24,17 +23,15 @@ _NUM_BUFFERS = 40
 """The records that a thread has read, or is reading: three batches that are copied, one more, and one ahead."""
 
 
-def first_guess(tier: str, pages: np.ndarray | TierPages) -> tuple[float, float]:
+def first_guess(tier: str, pages: HostPages | TierPages) -> tuple[float, float]:
     """Return what a tier's TierRate begins with."""
     rate, latency_s = FIRST_GUESSES[tier]
     return (PINNED_GUESS if tier == "host" and isinstance(pages, TierPages) else rate), latency_s
 
 
-def make_fillers(
-    check: RecordCheck, rate: TierRate, pages: np.ndarray | TierPages, count: int
-) -> Sequence[BlockFiller]:
+def make_fillers(check: RecordCheck, rate: TierRate, pages: HostPages | TierPages, count: int) -> Sequence[BlockFiller]:
     """Return the fillers of a tier's threads."""
-    if isinstance(pages, np.ndarray):
+    if isinstance(pages, HostPages):
         return [HostFiller(check, rate, pages) for _ in range(count)]
     return [DeviceFiller(check, rate, pages, source) for source in _sources(check, pages, count)]
 

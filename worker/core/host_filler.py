@@ -3,22 +3,18 @@
 import time
 from collections.abc import Sequence
 
-import numpy as np
-
 from contracts.kv_store import BlockKey
 from engine.cache.load_plan import MAX_BATCH, TierRate
 from kv_transfer.chunks.block_record import max_record_nbytes
 from worker.core.block_load import BlockLoad
+from worker.core.host_pages import HostPages
 from worker.core.record_check import RecordCheck
 
 
 class HostFiller:
-    """One thread's buffers, and the copies out of them.
+    """One thread's buffers, and the copies out of them."""
 
-    `pages`: uint8 `[num_planes, num_blocks, page_nbytes]`.
-    """
-
-    def __init__(self, check: RecordCheck, rate: TierRate, pages: np.ndarray) -> None:
+    def __init__(self, check: RecordCheck, rate: TierRate, pages: HostPages) -> None:
         self._check, self._rate, self._pages = check, rate, pages
         self._record_nbytes = max_record_nbytes(check.layout)
         self._into: list[memoryview] = []
@@ -50,7 +46,7 @@ class HostFiller:
         payload = self._check.kv_of(record, key, load.loss_of(index, key))
         if payload is None or not load.begin_writing():
             return False
-        self._pages[:, load.wanted.blocks[index]] = payload.reshape(self._pages.shape[0], self._pages.shape[2])
+        self._pages.write(load.wanted.blocks[index], payload)
         load.end_writing(index, [key])
         self._check.counts["loaded_blocks"] += 1
         return True

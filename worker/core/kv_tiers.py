@@ -10,8 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
 from contracts.hashing import block_key, inexact_digest
 from contracts.held_prefixes import HeldChange
 from contracts.ids import RequestId
@@ -33,6 +31,7 @@ from kv_transfer.tiers.record_codec import RecordCodec
 from worker.core.block_load import BlockLoad
 from worker.core.device_saver import DeviceBlockSaver
 from worker.core.fillers import first_guess, make_fillers
+from worker.core.host_pages import HostPages
 from worker.core.record_check import RecordCheck
 from worker.core.tier_loader import NUM_THREADS, TierLoader
 from worker.core.tier_writer import BlockNaming, BlockSaver
@@ -45,7 +44,7 @@ _GAUGES = {"blocks", "bytes", "on", "writable", "foreign_blocks"}
 class KVTiers:
     """The engine's LowerTiers over `tiers`, the fastest first.
 
-    `pages`: the pool, uint8 `[num_planes, num_blocks, page_nbytes]`, or a GPU's; `generations`: see BlockPool.
+    `pages`: the pool; `generations`: see BlockPool.
     `tokens_per_s` returns how fast prompts are computed, 0.0 while that is unknown. `ring` wakes the engine's thread.
     `levels`: of compression, that records may be written at.
     """
@@ -54,7 +53,7 @@ class KVTiers:
         self,
         tiers: Sequence[KVStore],
         layout: KVLayout,
-        pages: np.ndarray | TierPages,
+        pages: HostPages | TierPages,
         generations: Sequence[int],
         tokens_per_s: Callable[[], float],
         ring: Callable[[], None],
@@ -74,7 +73,7 @@ class KVTiers:
         self._ended_for_peers: list[EndedLoad] = []
         naming = BlockNaming(layout.block_size, self._key, self._block_compute_s, codec.accepted_loss)
         saved = generations, naming, codec
-        if isinstance(pages, np.ndarray):
+        if isinstance(pages, HostPages):
             self._saver = BlockSaver(tiers, layout, pages, *saved)
         else:
             self._saver = DeviceBlockSaver(tiers, layout, pages, *saved)

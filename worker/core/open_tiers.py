@@ -1,6 +1,6 @@
 """The tiers that settings ask for."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from kv_transfer.tiers.disk import DiskTier
 from kv_transfer.tiers.host_memory import HostMemoryTier
 from kv_transfer.tiers.remote_store import open_remote_store
 from process.memory_limit import available_nbytes
+from worker.core.host_pages import HostPages
 from worker.core.kv_tiers import KVTiers
 from worker.core.tier_memory import GIB, require_memory
 from worker.settings import WorkerSettings
@@ -33,12 +34,7 @@ def open_tiers(
     """
     if not (settings.kv_host_gib or settings.kv_disk or settings.kv_store):
         return None
-    if len(engine.layout.groups) != 1:
-        raise ConfigError(
-            f"kv_host_gib, kv_disk and kv_store keep KV of one group of layers, not {engine.layout.groups}"
-        )
-    pool = engine.transfer_pool
-    pages = pool if isinstance(pool, np.ndarray) else TierPages(pool)
+    pages = pages_of(engine)
     record_nbytes, is_on_gpu = max_record_nbytes(engine.layout), isinstance(pages, TierPages)
     require_memory(settings, record_nbytes, is_on_gpu, available_nbytes())
     tiers: list[KVStore] = []
@@ -58,7 +54,14 @@ def open_tiers(
     return KVTiers(tiers, engine.layout, pages, engine.pool.generations, tokens_per_s, wake, levels=levels)
 
 
-def _host_tier(gib: float, layout: KVLayout, pages: np.ndarray | TierPages) -> HostMemoryTier:
+def pages_of(engine: Engine) -> HostPages | TierPages:
+    pool = engine.transfer_pool
+    if isinstance(pool, Sequence | np.ndarray):
+        return HostPages(pool if isinstance(pool, Sequence) else [pool])
+    return TierPages(pool)
+
+
+def _host_tier(gib: float, layout: KVLayout, pages: HostPages | TierPages) -> HostMemoryTier:
     nbytes, slot_nbytes = int(gib * GIB), max_record_nbytes(layout)
     if nbytes < slot_nbytes:
         raise ConfigError(f"kv_host_gib is {gib}; one block takes {slot_nbytes / GIB:.6f} GiB: raise it")

@@ -10,8 +10,7 @@ import numpy as np
 from contracts.errors import Corrupt, LayoutMismatch
 from contracts.kv_store import BlockKey, KVStore
 from contracts.layout import KVLayout
-from kv_transfer.chunks.block_record import RAW, StatedBlock, VerifiedBlock, read_stated, verify
-from kv_transfer.chunks.page_sums import page_sums
+from kv_transfer.chunks.block_record import RAW, StatedBlock, VerifiedBlock, read_stated, sums_of_pages, verify
 from kv_transfer.tiers.record_codec import RecordCodec
 
 _log = logging.getLogger(__name__)
@@ -56,7 +55,7 @@ class RecordCheck:
         pages = block.payload
         if block.facts.codec != RAW:
             pages = self._codec.read(VerifiedBlock(block.facts, block.payload), loss)
-        return pages, page_sums(pages.reshape(self.layout.only_group.num_planes, -1))
+        return pages, sums_of_pages(pages, self.layout)
 
     def _read(self, key: BlockKey, read: Callable[[], Result]) -> Result | None:
         try:

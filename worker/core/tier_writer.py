@@ -8,8 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from contracts.hashing import inexact_digest
 from contracts.kv_store import BlockKey, BlockWorth, KVStore
 from contracts.layout import KVLayout
@@ -17,6 +15,7 @@ from engine.cache.load_plan import NewBlock
 from kv_transfer.chunks.block_record import begin_record, facts_of, max_record_nbytes, seal_record
 from kv_transfer.codecs.level import loss_of
 from kv_transfer.tiers.record_codec import RecordCodec, WriteRate
+from worker.core.host_pages import HostPages
 
 MAX_NEW_BLOCKS = 4096
 MAX_QUEUED_NBYTES = 256 << 20
@@ -174,7 +173,7 @@ class BlockSaver:
         self,
         tiers: Sequence[KVStore],
         layout: KVLayout,
-        pages: np.ndarray,
+        pages: HostPages,
         generations: Sequence[int],
         naming: BlockNaming,
         codec: RecordCodec,
@@ -227,8 +226,7 @@ class BlockSaver:
             return
         nbytes = self._layout.block_nbytes
         facts = facts_of(key, self._layout, raw_nbytes=nbytes, stored_nbytes=nbytes)
-        payload = begin_record(facts, buffer).reshape(self._pages.shape[0], self._pages.shape[2])
-        payload[:] = self._pages[:, block.block]
+        self._pages.read(block.block, begin_record(facts, buffer))
         if self._generations[block.block] != block.generation:
             self._counts["overwritten_blocks"] += 1  # before or while it was copied
             return

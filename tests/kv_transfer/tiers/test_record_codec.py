@@ -5,8 +5,15 @@ import numpy as np
 import pytest
 
 from contracts.errors import Corrupt
-from contracts.layout import KVLayout
-from kv_transfer.chunks.block_record import begin_record, facts_of, max_record_nbytes, seal_record, verify
+from contracts.layout import KVGroup, KVLayout
+from kv_transfer.chunks.block_record import (
+    VerifiedBlock,
+    begin_record,
+    facts_of,
+    max_record_nbytes,
+    seal_record,
+    verify,
+)
 from kv_transfer.codecs.level import LEVELS, loss_of
 from kv_transfer.tiers.record_codec import LEVELLED, RecordCodec, WriteRate
 from tests.kv_transfer.tiers.block_samples import key_of
@@ -111,3 +118,24 @@ def test_the_rate_of_a_tier_is_unknown_at_first_and_then_that_of_its_last_record
     for _ in range(100):
         rate.add(1000, 0.01)
     assert rate.nbytes_per_s == pytest.approx(1e5, rel=0.05)
+
+
+def test_the_pages_behind_the_models_keep_every_bit() -> None:
+    """Those of a head lie behind, and are not coded; a record that ends within them is refused."""
+    head = KVGroup(
+        kind="draft", layers=(0,), num_kv_heads=1, head_dim=8, block_size=16, dtype="float32", weights="a head"
+    )
+    layout = msgspec.structs.replace(LAYOUT, groups=(*LAYOUT.groups, head))
+    behind = np.random.default_rng(1).integers(0, 256, head.block_nbytes, np.uint8)
+    payload = np.concatenate([VALUES.view(np.uint8), behind])
+    facts = facts_of(KEY, layout, raw_nbytes=layout.block_nbytes, stored_nbytes=len(payload))
+    buffer = memoryview(bytearray(max_record_nbytes(layout)))
+    begin_record(facts, buffer)[:] = payload
+    codec = RecordCodec(layout, list(LEVELS))
+    small = codec.compress(seal_record(facts, buffer), KEY, "4bit", KEY)
+    assert small is not None and len(small) < len(buffer)
+    block = verify(small, KEY, layout)
+    assert np.array_equal(codec.read(block, "4bit")[-len(behind) :], behind)
+    cut = VerifiedBlock(block.facts, block.payload[: len(behind) - 1])
+    with pytest.raises(Corrupt, match=f"stored_nbytes is {len(behind) - 1}, of which {len(behind)} are not coded"):
+        codec.read(cut, "4bit")

@@ -20,6 +20,7 @@ from tests.engine.driving import drain, greedy, random_prompts, request, setting
 from tests.engine.tiny_models import VOCAB
 from tests.waiting import until
 from worker.core.kv_tiers import KVTiers
+from worker.core.open_tiers import pages_of
 
 POOL_BLOCKS = 12
 """The pool holds one conversation: another one evicts it."""
@@ -51,8 +52,8 @@ def join(
     clock: Callable[[], float] = time.monotonic,
     levels: Sequence[str] = (),
 ) -> KVTiers:
-    pool, generations = engine.pool_bytes, engine.pool.generations
-    joined = KVTiers(tiers, engine.layout, pool, generations, lambda: tokens_per_s, lambda: None, clock, levels)
+    pages, generations = pages_of(engine), engine.pool.generations
+    joined = KVTiers(tiers, engine.layout, pages, generations, lambda: tokens_per_s, lambda: None, clock, levels)
     engine.use_lower_tiers(joined)
     return joined
 
