@@ -20,8 +20,9 @@ class TransferCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     """The ways in which a worker can exchange KV with others.
 
     `memory` is where its pages are, "host" or a kind of device. `sends` lists the transports that it has and may use,
-    the best first; one that does not leave a host has that host's name, as in "shm@HOST". `takes` lists, by layout id,
-    the transports by which it can take KV of that layout, by re-sharding or rounding it too; none if it may use none.
+    the best first; one that does not leave a host has that host's name, as in "shm@HOST". `takes` lists, by the
+    digest of a layout's model part, the transports by which it can take KV of that layout, by re-sharding or rounding
+    it too; none if it may use none.
     """
 
     memory: str
@@ -33,7 +34,8 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The facts that a worker states once, when it joins; of these only its role may change.
 
     `max_model_len` is the longest prompt plus answer that it serves, in tokens. `layout` is what `layout_id` is the
-    digest of, so that an error can say where two differ.
+    digest of, so that an error can say where two differ. Two workers can exchange KV if they have the model's groups of
+    layers in common, whatever optional ones each has beside them.
     """
 
     worker_id: WorkerId
@@ -54,7 +56,12 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def send_words(self) -> list[str]:
         """Return a word for each transport that its KV can take, to be matched with `receive_words`."""
-        return [self._word(self.layout_id, transport) for transport in self.ways.sends]
+        return [self._word(self.model_layout_id, transport) for transport in self.ways.sends]
+
+    @property
+    def model_layout_id(self) -> str:
+        """Return the digest of the layout's groups that its KV can't do without."""
+        return self.layout.model_part.layout_id if self.layout is not None else self.layout_id
 
     @property
     def receive_words(self) -> list[str]:

@@ -24,6 +24,7 @@ class DecodeRole:
             (
                 "kv_handoffs_received_granted",
                 "kv_handoffs_received_committed",
+                "kv_handoffs_received_without_draft",
                 "kv_handoffs_received_aborted",
                 "kv_handoffs_received_waited",
                 "chunks_bad",
@@ -81,6 +82,8 @@ class DecodeRole:
 
     def on_committed(self, handoff: IncomingHandoff) -> None:
         self._counters["kv_handoffs_received_committed"] += 1
+        is_all_here = handoff.chunks.num_groups == len(self._engine.layout.groups)
+        self._counters["kv_handoffs_received_without_draft"] += not is_all_here
         if handoff.is_migration:
             self._repeat(handoff)
         else:

@@ -44,8 +44,8 @@ class TransferNode:
     """The endpoint that sends pages to decode workers and receives pages from prefill workers.
 
     No method but `close` blocks. `pool`: uint8 `[num_planes, num_blocks, page_nbytes]`, C-contiguous, shared with the
-    engine; or a device's; or those of all the layout's groups, of one device. `wake()` is called from transfer threads
-    when `poll()` has something. `transports`: ready ones that replace those of the same name.
+    engine; or a device's; or those of all the layout's groups. `wake()` is called from transfer threads when `poll()`
+    has something. `transports`: ready ones that replace those of the same name.
 
     Raises ConfigError if it can't listen or lacks the requested transport, ValueError if the pool does not fit the
     layout.
@@ -63,8 +63,7 @@ class TransferNode:
     ) -> None:
         self._layout, self._wake, self._settings = layout, wake, settings
         own: dict[str, Transport] = {}
-        pools = pool if isinstance(pool, Sequence) else [pool]
-        self._pools, device = prepared_pools(pools, layout, settings.checksum)
+        self._pools, device = prepared_pools(pool if isinstance(pool, Sequence) else [pool], layout, settings.checksum)
         memory = "host"
         if device:
             memory, own["nvlink"] = device[0].kind, NvlinkTransport(device)
@@ -196,12 +195,8 @@ class TransferNode:
         a device's pages, what DevicePool.in_parts takes. `loss`: see contracts.kv_loss. The chunk is dropped if the
         attempt is over. Raises ValueError if pages and tokens do not fit.
         """
-        if not 0 <= group < len(self._pools):
-            raise ValueError(f"group is {group}; the layout has {len(self._pools)}")
+        plan.check_chunk(self._layout, group, first_token, num_tokens, src_pages)
         plan.check_pages(src_pages, self._pools[group].num_blocks)
-        num_pages = self._layout.groups[group].num_blocks(num_tokens)
-        if num_tokens <= 0 or first_token % self._layout.block_size or len(src_pages) != num_pages:
-            raise ValueError(f"{len(src_pages)} pages do not fit {num_tokens} tokens from {first_token} on")
         nbytes, layout_id = plan.chunk_nbytes(self._layout, num_tokens, group), self._layout.layout_id
         header = ChunkHeader(request_id, epoch, index, first_token, num_tokens, layout_id, nbytes, 0, group, loss)
         if link := self._table.outgoing(peer_id):
@@ -256,7 +251,7 @@ class TransferNode:
         """Allow chunks of this attempt to be written to exactly these pages from now on.
 
         Ignored if the offer was lost with its link. Raises ValueError if the pages do not fit the offer, are outside
-        the pool, repeat, or are granted to another attempt.
+        the pool, repeat, or are granted to another attempt. There is a table for each of `groups_with` this peer.
         """
         if link := self._table.incoming(peer_id):
             link.grant(grant)
@@ -280,6 +275,11 @@ class TransferNode:
             link.commit(message)
 
     # Both sides.
+
+    def groups_with(self, peer_id: WorkerId, sends: bool) -> Sequence[int]:
+        """Return the groups that its chunks number; known from Grant or Offer on."""
+        link = self._table.outgoing(peer_id) if sends else self._table.incoming(peer_id)
+        return link.groups if link else range(len(self._pools))
 
     def abort(self, peer_id: WorkerId, abort: Abort) -> None:
         """End the attempt here and at the peer, which answers AbortAck.

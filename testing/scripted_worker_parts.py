@@ -30,6 +30,10 @@ class Remembering:
         """(peer, request, epoch) is `under_way`."""
         return attempt in self.under_way
 
+    def groups_with(self, peer_id: Any, sends: bool) -> tuple[int, ...]:
+        """Only the model's layers move."""
+        return (0,)
+
     def loss_from(self, peer_id: Any) -> str:
         """Nothing is compressed."""
         return ""

@@ -267,6 +267,7 @@ class FakeNode:
         self.bad_paths: tuple[Incarnation, ...] = ()
         self.broken = ""
         self.checks_chunks = True
+        self.groups: tuple[int, ...] = (0,)
         self._undrained: list[Drained] = []
         self.met: list[WorkerRef] = []
         network.nodes[me] = self
@@ -282,14 +283,24 @@ class FakeNode:
         self._network.send(self.me, peer.worker_id, offer)
 
     def send_chunk(
-        self, peer_id: WorkerId, request_id, epoch, index, first_token, num_tokens, src_pages, checksums=None, loss=""
+        self,
+        peer_id: WorkerId,
+        request_id,
+        epoch,
+        index,
+        first_token,
+        num_tokens,
+        src_pages,
+        checksums=None,
+        group=0,
+        loss="",
     ) -> None:
         assert len(src_pages) == LAYOUT.num_blocks(num_tokens)
-        header = ChunkHeader(request_id, epoch, index, first_token, num_tokens, LAYOUT.layout_id, num_tokens, 0)
+        header = ChunkHeader(request_id, epoch, index, first_token, num_tokens, LAYOUT.layout_id, num_tokens, 0, group)
         self._network.send(self.me, peer_id, header)
 
     def chunk_scheduled(
-        self, peer_id: WorkerId, request_id, epoch, first_token, num_tokens, src_pages, early_planes
+        self, peer_id: WorkerId, request_id, epoch, first_token, num_tokens, src_pages, early_planes, group=0
     ) -> None:
         """A hint."""
 
@@ -313,6 +324,9 @@ class FakeNode:
     def grant(self, peer_id: WorkerId, grant: Grant) -> None:
         self._grants[grant.request_id, grant.epoch] = grant
         self._network.send(self.me, peer_id, grant)
+
+    def groups_with(self, peer_id: WorkerId, sends: bool) -> tuple[int, ...]:
+        return self.groups
 
     def loss_from(self, peer_id: WorkerId) -> str:
         """Nothing is compressed."""

@@ -1,4 +1,4 @@
-"""The caches of a model and of what helps it, such as a draft head, as one whose blocks move and are kept whole."""
+"""The caches of a model and of a draft head as one, whose blocks move and are kept whole."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,9 +20,10 @@ class GroupPages:
 
 
 class JointCache:
-    """See engine.backend.PagedCache: a model's cache, and beside it groups whose pages have the same block ids.
+    """A model's cache, and beside it groups whose pages have the same block ids.
 
-    Block i of `beside` belongs to block i of `model`; what they have behind its last block is none of a transfer's.
+    See engine.backend.PagedCache. Block i of `beside` belongs to block i of `model`; what they have behind its last
+    block is none of a transfer's.
     """
 
     def __init__(self, model: KVCache, beside: Sequence[GroupPages]) -> None:

@@ -37,12 +37,13 @@ def _difference(source: NodeInfo, sink: NodeInfo) -> tuple[str, object, object, 
     sent, taken = source.ways, sink.ways
     if sent.memory != taken.memory:
         return "memory", sent.memory, taken.memory, ": run prefill and decode on the same kind of device"
-    if source.layout_id in taken.takes:
-        out, into = _transports(sent.sends, taken.takes[source.layout_id])
+    if source.model_layout_id in taken.takes:
+        out, into = _transports(sent.sends, taken.takes[source.model_layout_id])
         return "transfer", out, into, ": leave --transfer at auto for both"
-    if source.layout is not None and sink.layout is not None and (found := source.layout.difference(sink.layout)):
-        return *found, ""
-    return "layout_id", source.layout_id, sink.layout_id, ""
+    found = None
+    if source.layout is not None and sink.layout is not None:
+        found = source.layout.model_part.difference(sink.layout.model_part)
+    return (*found, "") if found else ("layout_id", source.layout_id, sink.layout_id, "")
 
 
 def _transports(sent: Sequence[str], taken: Sequence[str]) -> tuple[str, str]:

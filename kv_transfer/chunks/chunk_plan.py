@@ -45,6 +45,15 @@ def chunk_nbytes(layout: KVLayout, num_tokens: int, index: int = 0) -> int:
     return group.num_blocks(num_tokens) * group.block_nbytes
 
 
+def check_chunk(layout: KVLayout, index: int, first_token: int, num_tokens: int, pages: Sequence[int]) -> None:
+    """Raise ValueError unless these are the pages of tokens that may be a chunk of one group."""
+    if not 0 <= index < len(layout.groups):
+        raise ValueError(f"group is {index}; the layout has {len(layout.groups)}")
+    num_pages = layout.groups[index].num_blocks(num_tokens)
+    if num_tokens <= 0 or first_token % layout.block_size or len(pages) != num_pages:
+        raise ValueError(f"{len(pages)} pages do not fit {num_tokens} tokens from {first_token} on")
+
+
 def check_pages(pages: Sequence[int], num_blocks: int) -> None:
     """Raise ValueError unless all pages are different and inside a pool of `num_blocks`."""
     for page in pages:

@@ -78,7 +78,8 @@ def greet_dialer(wire: HandshakeSocket, us: Identity, hello: Hello) -> None:
 def agree(wire: HandshakeSocket, ours: Terms, sends: bool) -> Terms:
     """Exchange and check the terms, and return the peer's. `sends`: this end is prefill.
 
-    Both ends check the same things, so both can name what is wrong. Raises LayoutMismatch or ConfigError.
+    Both ends check the same things, so both can name what is wrong. Raises LayoutMismatch or ConfigError. Optional
+    groups of layers may differ: see layout_negotiation.
     """
     wire.send(ours)
     theirs = wire.receive(Terms)
@@ -88,7 +89,7 @@ def agree(wire: HandshakeSocket, ours: Terms, sends: bool) -> Terms:
             "run prefill and decode on the same kind of device"
         )
     if not conversion.is_possible(*((ours, theirs) if sends else (theirs, ours))):
-        ours.layout.require_match(theirs.layout)
+        ours.layout.model_part.require_match(theirs.layout.model_part)
     return theirs
 
 

@@ -1,7 +1,8 @@
 """The rules for KV layouts that may differ between sender and receiver.
 
 The tensor-parallel sizes may differ if one divides the other; and prefill's pages are rounded on the way if decode's
-are narrower.
+are narrower. A group of layers whose weights are not the model's, such as a draft head's KV, moves if both ends have
+it, equal in every field; else it is left out.
 """
 
 import math
@@ -33,9 +34,9 @@ def is_possible(sender: Terms, receiver: Terms) -> bool:
 
     The layouts are the same; or both are in the memory of devices and differ only in their shards, of which one side's
     number divides the other's, and in the number format and its scales, if both operators allow a transport that
-    converts.
+    converts. Optional groups don't count.
     """
-    ours, theirs = sender.layout, receiver.layout
+    ours, theirs = sender.layout.model_part, receiver.layout.model_part
     if ours == theirs:
         return True
     if not sender.memory == receiver.memory != "host" or not _divide(ours, theirs):
@@ -44,6 +45,30 @@ def is_possible(sender: Terms, receiver: Terms) -> bool:
         ours = ours.with_groups(dtype=_TO, scales=theirs.only_group.scales)
         return _same_but_shards(ours, theirs) and _has_scales(receiver) and _round(sender, receiver)
     return _same_but_shards(ours, theirs)
+
+
+def shared_groups(sender: KVLayout, receiver: KVLayout) -> list[tuple[int, int]]:
+    """Return the groups that move between two layouts whose model parts fit.
+
+    Each has its index in either layout; they are in the sender's order. The model's own groups all move. Pages that are
+    re-sharded or rounded on the way take no optional group along.
+    """
+    needed = [_where(layout, is_optional=False) for layout in (sender, receiver)]
+    pairs = list(zip(*needed, strict=True))
+    if sender.tp_size != receiver.tp_size or narrows(sender, receiver):
+        return pairs
+    theirs = {receiver.groups[index]: index for index in _where(receiver, is_optional=True)}
+    ours = _where(sender, is_optional=True)
+    return pairs + [(index, theirs[group]) for index in ours if (group := sender.groups[index]) in theirs]
+
+
+def why_left_out(ours: KVLayout, theirs: KVLayout) -> str:
+    """Return why an optional group, of either end, does not move; empty if none is left out."""
+    num_moved = len(shared_groups(ours, theirs))
+    if num_moved == len(ours.groups) == len(theirs.groups):
+        return ""
+    field, here, there = ours.difference(theirs) or ("groups", ours.groups, theirs.groups)
+    return f"{field} is {here} here, {there} there"
 
 
 def part_counts(layout: KVLayout) -> list[int]:
@@ -55,9 +80,9 @@ def part_counts(layout: KVLayout) -> list[int]:
 def receivable_layouts(receiver: Terms) -> list[KVLayout]:
     """Return the layouts that it can receive by any transport, its own first.
 
-    The senders are taken to equal it in everything else.
+    The senders are taken to equal it in everything else. Optional groups are left out, on both sides.
     """
-    own, receiver = receiver.layout, msgspec.structs.replace(receiver, transport="auto")
+    own, receiver = receiver.layout.model_part, msgspec.structs.replace(receiver, transport="auto")
     alike = [own, *(msgspec.structs.replace(own, tp_size=size) for size in TP_SIZES if size != own.tp_size)]
     wider = [layout.with_groups(dtype=_FROM, scales="none") for layout in alike] if _dtype(own) == _TO else []
     return [
@@ -78,8 +103,13 @@ def may_use(terms: Terms, transport: str) -> bool:
 
 
 def _dtype(layout: KVLayout) -> str | None:
-    """Return the number format of a layout of one group."""
-    return layout.groups[0].dtype if len(layout.groups) == 1 else None
+    """Return the number format of a model whose layers are one group."""
+    needed = layout.model_part.groups
+    return needed[0].dtype if len(needed) == 1 else None
+
+
+def _where(layout: KVLayout, is_optional: bool) -> list[int]:
+    return [index for index, group in enumerate(layout.groups) if group.is_optional == is_optional]
 
 
 def _divide(one: KVLayout, other: KVLayout) -> bool:
@@ -93,7 +123,7 @@ def _same_but_shards(one: KVLayout, other: KVLayout) -> bool:
 
 def _has_scales(terms: Terms) -> bool:
     scales = terms.plane_scales
-    return len(scales) == terms.layout.only_group.num_planes and all(
+    return len(scales) == terms.layout.model_part.only_group.num_planes and all(
         math.isfinite(scale) and scale > 0 for scale in scales
     )
 

@@ -34,7 +34,7 @@ class SegmentCodec:
     def __init__(self, layout: KVLayout, num_parts: int, levels: Sequence[str]) -> None:
         self.levels = list(levels)
         self.formats = [
-            PageFormat(group.dtype, group.num_kv_heads // num_parts, group.block_size, group.head_dim)
+            PageFormat(group.dtype, group.num_kv_heads // num_parts, group.rows, group.head_dim)
             for group in layout.groups
         ]
         self._is_key = [

@@ -87,7 +87,7 @@ class GrantedPages:
 class GrantTable:
     """The offers and grants of one link. Any thread grants or ends; one thread writes pages.
 
-    `num_blocks`: of the pool of each group.
+    `num_blocks`: of the pool of each group. A link between workers that share only some groups tells by `agreed`.
     """
 
     def __init__(self, layout: KVLayout, num_blocks: Sequence[int]) -> None:
@@ -100,6 +100,10 @@ class GrantTable:
         self._writing: Counter[Key] = Counter()
         self._draining: set[Key] = set()
         self._lock = threading.Lock()
+
+    def agreed(self, layout: KVLayout, num_blocks: Sequence[int]) -> None:
+        """Expect pages of these groups alone. Called before anything is offered."""
+        self._layout, self._num_blocks = layout, num_blocks
 
     def offered(self, offer: Offer) -> None:
         with self._lock:

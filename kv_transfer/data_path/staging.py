@@ -65,29 +65,34 @@ class Staging(Protocol):
 
 
 def sender_stagings(
-    channel: Channel, pools: Sequence[Pool], ring: Ring, ours: Terms, theirs: Terms
+    channel: Channel, pools: Sequence[Pool], groups: Sequence[int], ring: Ring, ours: Terms, theirs: Terms
 ) -> tuple[Staging, ...]:
-    """Return the sender's staging of each group, which rounds if the peer's number format is narrower."""
+    """Return the sender's staging of each of these groups.
+
+    It rounds if the peer's number format is narrower.
+    """
     if isinstance(channel, DeviceChannel) and conversion.narrows(ours.layout, theirs.layout):
         num_parts = conversion.num_parts(ours.layout, theirs.layout)
         scales = theirs.plane_scales
-        return (NarrowingStaging(channel.pool, channel.slot_nbytes, theirs.layout, scales, num_parts),)
-    return stagings_of(channel, pools, ring, receiver=theirs, sender=ours)
+        return (NarrowingStaging(channel.pool, channel.slot_nbytes, theirs.layout.model_part, scales, num_parts),)
+    return stagings_of(channel, pools, groups, ring, receiver=theirs, sender=ours)
 
 
 def stagings_of(
-    channel: Channel, pools: Sequence[Pool], ring: Ring, receiver: Terms, sender: Terms
+    channel: Channel, pools: Sequence[Pool], groups: Sequence[int], ring: Ring, receiver: Terms, sender: Terms
 ) -> tuple[Staging, ...]:
-    """Return the staging of each group, at an end that does not round.
+    """Return the staging of each of these groups, at an end that does not round.
 
-    A device's checksums are made when KV is computed, so its sender decides whether there are any.
+    `pools`: of all groups of this end. A device's checksums are made when KV is computed, so its sender decides whether
+    there are any.
     """
     num_parts = conversion.num_parts(sender.layout, receiver.layout)
     if isinstance(channel, DeviceChannel):
         slot_nbytes = channel.slot_nbytes
-        return tuple(DeviceStaging(pool, slot_nbytes, sender.checksum, num_parts) for pool in channel.pools)
+        there = [channel.pools[group] for group in groups]
+        return tuple(DeviceStaging(pool, slot_nbytes, sender.checksum, num_parts) for pool in there)
     checks = receiver.checksum or sender.checksum
-    return tuple(HostStaging(pool, ring.slot_nbytes, checks, num_parts) for pool in pools)
+    return tuple(HostStaging(pools[group], ring.slot_nbytes, checks, num_parts) for group in groups)
 
 
 class HostStaging:

@@ -48,6 +48,7 @@ class IncomingLink(Link):
 
     def __init__(self, parts: LinkParts, hello: Hello) -> None:
         self.grants = GrantTable(parts.layout, [pool.num_blocks for pool in parts.pools])
+        self._layout = parts.layout
         self._pull_receiver: PullReceiver | None = None
         self._is_quiet = self._has_looked = False
         super().__init__(parts, hello.worker_id, hello.incarnation, self.grants)
@@ -82,6 +83,9 @@ class IncomingLink(Link):
         ours, find = self.parts.terms, self.parts.transports.find
         try:
             theirs = handshake.agree(wire, ours, sends=False)
+            self._share(theirs.layout, [ours_ for _, ours_ in conversion.shared_groups(theirs.layout, ours.layout)])
+            self._layout = ours.layout.of_groups(self.groups)
+            self.grants.agreed(self._layout, [self.parts.pools[group].num_blocks for group in self.groups])
             for pool in self.parts.pools:
                 pool.agreed(conversion.num_parts(ours.layout, theirs.layout), sends=False)
             names = candidates(theirs, ours)
@@ -96,7 +100,7 @@ class IncomingLink(Link):
         self._segments = self._segment_codec(theirs)
         receiver = Receiver(
             self.grants,
-            stagings_of(channel, self.parts.pools, self.parts.ring, receiver=ours, sender=theirs),
+            stagings_of(channel, self.parts.pools, self.groups, self.parts.ring, receiver=ours, sender=theirs),
             channel,
             self.send,
             self._on_arrived,
@@ -110,10 +114,11 @@ class IncomingLink(Link):
         """Return the codec of messages, if the peer may compress them."""
         ours = self.parts.terms
         levels = common_levels(theirs, ours, self.transport)
-        return SegmentCodec(ours.layout, conversion.num_parts(ours.layout, theirs.layout), levels) if levels else None
+        return SegmentCodec(self._layout, conversion.num_parts(ours.layout, theirs.layout), levels) if levels else None
 
     def _pull_receiver_of(self, remotes: Sequence[RemotePool], checks: bool) -> PullReceiver:
-        facts = self.grants, self.parts.layout, remotes, checks, self._is_left
+        shared = [remotes[group] for group in self.groups]  # both ends have all of them, or there would be no mapping
+        facts = self.grants, self._layout, shared, checks, self._is_left
         return PullReceiver(*facts, self.send, self._on_fetched, self._on_bad, self._on_drained)
 
     def _is_left(self) -> bool:

@@ -22,6 +22,7 @@ from contracts.layout import KVLayout
 from kv_transfer import events
 from kv_transfer.chunks.device_pool import Pool
 from kv_transfer.codecs.level import accepted_loss, allowed_levels
+from kv_transfer.connection import layout_negotiation as conversion
 from kv_transfer.connection.control_connection import PEER_CLOSED, ControlConnection
 from kv_transfer.connection.handshake import Identity
 from kv_transfer.connection.handshake_frames import Terms
@@ -148,6 +149,8 @@ class Link(ABC):
         self._channel: Channel | None = None
         self._mover: Mover | None = None
         self._early: list[HandoffMessage] = []
+        self.groups: tuple[int, ...] = tuple(range(len(parts.layout.groups)))
+        """The groups of this end's layout that move over this link, in the order in which messages number them."""
 
     def send(self, message: HandoffMessage) -> None:
         """Send a message without blocking. What is sent before the link is up goes first when it is."""
@@ -263,6 +266,14 @@ class Link(ABC):
             self._sock = sock
             if self.failed:
                 shut(sock)
+
+    def _share(self, theirs: KVLayout, groups: Sequence[int]) -> None:
+        """Move only these groups of this end's layout, and tell the owner which draft KV is left out."""
+        self.groups = tuple(groups)
+        if reason := conversion.why_left_out(self.parts.layout, theirs):
+            log.warning(
+                "KV link %s moves no KV of a draft head, so drafts begin behind the prompt: %s", self._name, reason
+            )
 
     def _go_up(self, sock: socket.socket, theirs: Terms) -> ControlConnection:
         settings = self.parts.settings

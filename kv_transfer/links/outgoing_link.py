@@ -84,10 +84,14 @@ class OutgoingLink(Link):
     def send_chunk(self, header: ChunkHeader, pages: Sequence[BlockId], checksums: np.ndarray | None) -> None:
         """Send a chunk, unless its attempt is over.
 
-        Raises ValueError, in the caller's thread, if the header is too long to go in front of a message.
+        Raises ValueError, in the caller's thread, if the header is too long to go in front of a message, or its group
+        does not move over this link.
         """
         if not self.queue.is_alive((header.request_id, header.epoch)):
             return
+        if header.group not in self.groups:
+            moved = ", ".join(map(str, self.groups))
+            raise ValueError(f"group is {header.group}; {moved} move to {self.peer_id}")
         try:
             header = self._for_peer(header, pages, checksums)
         except TransferError as error:
@@ -104,7 +108,8 @@ class OutgoingLink(Link):
     ) -> None:
         """Announce a chunk that is about to be computed; nothing is sent unless decode fetches."""
         if self._pull_sender is not None:
-            self._pull_sender.chunk_scheduled(key, first_token, num_tokens, list(pages), early_planes, group)
+            number = self.groups.index(group)
+            self._pull_sender.chunk_scheduled(key, first_token, num_tokens, list(pages), early_planes, number)
 
     def chunks_launched(self, is_all: bool) -> None:
         """Report launched chunks; see node.TransferNode."""
@@ -147,7 +152,10 @@ class OutgoingLink(Link):
         ours, ring = self.parts.terms, self.parts.ring
         theirs = handshake.agree(wire, ours, sends=True)
         self._num_parts = conversion.num_parts(ours.layout, theirs.layout)
-        self._other_layout = theirs.layout if theirs.layout != ours.layout else None
+        pairs = conversion.shared_groups(ours.layout, theirs.layout)
+        self._share(theirs.layout, [index for index, _ in pairs])
+        layout = theirs.layout.of_groups(index for _, index in pairs)
+        self._other_layout = layout if layout != ours.layout else None
         for pool in self.parts.pools:
             pool.agreed(self._num_parts, sends=True)
         names = candidates(ours, theirs)
@@ -159,21 +167,23 @@ class OutgoingLink(Link):
             self._pull_sender = PullSender(self.queue, channel.mark, self.send, self._rate.reported)
             self._serve(sock, theirs, channel, self._pull_sender)
             return
-        stagings, compressor = sender_stagings(channel, self.parts.pools, ring, ours, theirs), None
+        stagings = sender_stagings(channel, self.parts.pools, self.groups, ring, ours, theirs)
+        compressor = None
         if isinstance(channel, TcpOutbound) and (levels := common_levels(ours, theirs, self.transport)):
-            self._segments = SegmentCodec(theirs.layout, self._num_parts, levels)
+            self._segments = SegmentCodec(layout, self._num_parts, levels)
             compressor = Compressor(self.peer_id, self._segments, ring.slot_nbytes, lambda: channel.queued_nbytes)
         sender = Sender(self.queue, stagings, channel, self.send, self._rate.sent, self._on_drained, compressor)
         self._serve(sock, theirs, channel, sender)
 
     def _for_peer(self, header: ChunkHeader, pages: Sequence[BlockId], checksums: np.ndarray | None) -> ChunkHeader:
         """Return the header of the same chunk in the peer's layout, as the peer checks it."""
-        facts: dict[str, int | str] = {}
+        group = self.groups.index(header.group)
+        facts: dict[str, int | str] = {"group": group}
         if checksums is not None:
             sums = self.parts.pools[header.group].in_parts(checksums, pages, self._num_parts)
-            facts["checksum"] = integrity.of_pages(header.epoch, sums, header.group)
+            facts["checksum"] = integrity.of_pages(header.epoch, sums, group)
         if layout := self._other_layout:
-            nbytes = plan.chunk_nbytes(layout, header.num_tokens, header.group)
+            nbytes = plan.chunk_nbytes(layout, header.num_tokens, group)
             facts |= {"layout_id": layout.layout_id, "nbytes": nbytes}
         return msgspec.structs.replace(header, **facts)
 

@@ -8,17 +8,26 @@ import pytest
 
 from contracts.handoff import Commit, Fin, Grant, Offer, PullReady
 from contracts.ids import BlockId, Epoch, RequestId
-from contracts.layout import KVGroup
+from contracts.layout import KVGroup, KVLayout
 from kv_transfer.chunks.checksum import of_pages, seed
 from kv_transfer.data_path.grant import GrantedPages
-from kv_transfer.events import ChunkLanded, PeerDisconnected
-from tests.kv_transfer.kv_pair import LAYOUT, Peer, fin
+from kv_transfer.data_path.staging import HostStaging
+from kv_transfer.events import ChunkBad, ChunkLanded, PeerDisconnected
+from tests.kv_transfer.conftest import STAGED
+from tests.kv_transfer.kv_pair import LAYOUT, Peer, fin, offer_and_grant
+from tests.kv_transfer.kv_pair import send as send_first_group
 from tests.kv_transfer.kv_worker import SECRET
 
 Make = Callable[..., Peer]
 
 DRAFT = KVGroup(kind="draft", layers=(3,), num_kv_heads=2, head_dim=16, block_size=2, dtype="bfloat16")
 TWO = msgspec.structs.replace(LAYOUT, groups=(*LAYOUT.groups, DRAFT))
+HEAD = msgspec.structs.replace(DRAFT, weights="a head", block_size=LAYOUT.block_size, head_dim=12)
+ROW = msgspec.structs.replace(HEAD, kind="draft_row", planes=("row",), num_kv_heads=1)
+WITH_HEAD = msgspec.structs.replace(LAYOUT, groups=(*LAYOUT.groups, HEAD, ROW))
+OTHER_HEAD = msgspec.structs.replace(
+    LAYOUT, groups=(*LAYOUT.groups, *(msgspec.structs.replace(group, weights="another") for group in (HEAD, ROW)))
+)
 KEY = RequestId("r"), Epoch(1)
 NUM_TOKENS = 15
 FROM = [[3, 40, 5, 9], [8, 2, 51, 60, 30, 31, 12, 13]]
@@ -99,10 +108,94 @@ def test_nothing_is_committed_before_every_group_is_whole(pair: tuple[Peer, Peer
 
 
 def test_a_peer_with_another_second_group_is_refused_by_its_field(make_peer: Make) -> None:
-    other = msgspec.structs.replace(TWO, groups=(TWO.groups[0], msgspec.structs.replace(DRAFT, weights="other head")))
+    other = msgspec.structs.replace(TWO, groups=(TWO.groups[0], msgspec.structs.replace(DRAFT, dtype="float16")))
     prefill, decode = make_peer("prefill", layout=TWO), make_peer("decode", layout=other)
     prefill.node.offer(decode.ref, Offer(*KEY, NUM_TOKENS, TWO.layout_id))
-    assert "'groups[1].weights'" in prefill.wait(PeerDisconnected).error
+    assert "'groups[1].dtype'" in prefill.wait(PeerDisconnected).error
+
+
+@pytest.mark.parametrize("moved", [name for name in STAGED if name != "loopback"])
+@pytest.mark.parametrize(
+    ("here", "there", "difference"),
+    [
+        (WITH_HEAD, LAYOUT, "groups is ['full', 'draft', 'draft_row'] here, ['full'] there"),
+        (LAYOUT, WITH_HEAD, "groups is ['full'] here, ['full', 'draft', 'draft_row'] there"),
+        (WITH_HEAD, OTHER_HEAD, "groups[1].weights is a head here, another there"),
+    ],
+)
+def test_the_pages_of_a_head_that_only_one_end_has_stay_where_they_are(
+    make_peer: Make,
+    moved: str,
+    here: KVLayout,
+    there: KVLayout,
+    difference: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    prefill = make_peer("prefill", layout=here, transport=moved)
+    decode = make_peer("decode", layout=there, transport=moved)
+    before = [decode.pool_of(group).copy() for group in range(1, len(there.groups))]
+    offer_and_grant(prefill, decode, "r", 8, [5, 9])
+    assert [*prefill.node.groups_with(decode.name, sends=True)] == [0]
+    assert [*decode.node.groups_with(prefill.name, sends=False)] == [0]
+    send_first_group(prefill, decode, "r", 0, 0, 8, [3, 40])
+    prefill.node.finish(decode.name, fin("r", 1))
+    assert decode.wait(ChunkLanded).header.nbytes == 2 * LAYOUT.block_nbytes
+    assert np.array_equal(prefill.pool_of(0)[:, [3, 40]], decode.pool_of(0)[:, [5, 9]])
+    for index, pages in enumerate(before, 1):
+        assert np.array_equal(decode.pool_of(index), pages)
+    assert f"moves no KV of a draft head, so drafts begin behind the prompt: {difference}" in caplog.text
+
+
+def test_a_head_that_both_ends_have_takes_its_row_of_each_block_along(
+    make_peer: Make, transport: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    prefill = make_peer("prefill", layout=WITH_HEAD, transport=transport)
+    decode = make_peer("decode", layout=WITH_HEAD, transport=transport)
+    pages, into = [3, 40], [5, 9]
+    prefill.node.offer(decode.ref, Offer(*KEY, 7, WITH_HEAD.layout_id))
+    decode.message(Offer, "r")
+    decode.node.grant(prefill.name, Grant(*KEY, [blocks(into)] * 3, 0))
+    prefill.message(Grant, "r")
+    for group in range(3):
+        sums = prefill.checksums(blocks(pages), group)
+        prefill.node.send_chunk(decode.name, *KEY, group, 0, 7, blocks(pages), sums, group)
+    sizes = [decode.wait(ChunkLanded).header.nbytes for _ in range(3)]
+    assert sizes == [2 * group.block_nbytes for group in WITH_HEAD.groups] and sizes[2] == 2 * 12 * 2
+    for group in range(3):
+        assert np.array_equal(prefill.pool_of(group)[:, pages], decode.pool_of(group)[:, into])
+    assert "draft head" not in caplog.text
+
+
+def test_damaged_pages_of_a_head_are_found_before_they_are_written(
+    make_peer: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pack = HostStaging.pack
+
+    def damaging(staging: HostStaging, units: np.ndarray, payload: np.ndarray, checksum: int) -> int:
+        found = pack(staging, units, payload, checksum)
+        if staging.unit_nbytes == HEAD.page_nbytes(1):
+            payload[100] ^= 4
+        return found
+
+    monkeypatch.setattr(HostStaging, "pack", damaging)
+    prefill, decode = make_peer("prefill", layout=WITH_HEAD), make_peer("decode", layout=WITH_HEAD)
+    before = decode.pool_of(1).copy()
+    prefill.node.offer(decode.ref, Offer(*KEY, 8, WITH_HEAD.layout_id))
+    decode.message(Offer, "r")
+    decode.node.grant(prefill.name, Grant(*KEY, [blocks([5, 9])] * 3, 0))
+    prefill.message(Grant, "r")
+    for group in range(3):
+        prefill.node.send_chunk(decode.name, *KEY, group, 0, 8, blocks([3, 40]), None, group)
+    bad = decode.wait(ChunkBad)
+    assert (bad.header.group, bad.reason) == (1, f"checksum differs in the bytes up to {2 * HEAD.block_nbytes}")
+    assert np.array_equal(decode.pool_of(1), before)
+
+
+def test_a_chunk_of_a_group_that_does_not_move_is_refused_at_its_sender(make_peer: Make) -> None:
+    prefill, decode = make_peer("prefill", layout=WITH_HEAD), make_peer("decode")
+    offer_and_grant(prefill, decode, "r", 8, [5, 9])
+    with pytest.raises(ValueError, match="group is 1; 0 move to decode"):
+        prefill.node.send_chunk(decode.name, *KEY, 0, 0, 8, blocks([3, 40]), None, 1)
 
 
 def test_a_node_without_a_pool_for_each_group_is_refused(make_peer: Make) -> None:

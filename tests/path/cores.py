@@ -15,6 +15,7 @@ import torch
 from checkpoint import open_checkpoint
 from contracts.events import Failed, Finished, Tokens
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
+from contracts.layout import KVGroup
 from contracts.node import WorkerRole
 from contracts.request import Job, Route, WorkerRef
 from contracts.sampling import SamplingParams
@@ -24,6 +25,7 @@ from engine.settings import EngineSettings
 from kv_transfer.node import TransferNode
 from mixed_svc.core import make_roles
 from tests.kv_transfer.kv_pair import PATIENT
+from tests.path.beside import put_beside
 from worker.core.attempt_table import AttemptTable
 from worker.core.engine_core import EngineCore
 from worker.core.main import engine_settings, transfer_settings
@@ -58,10 +60,19 @@ class Front:
 
 
 class Worker:
-    """`device_dtype`: its engine is the GPU's adapter on the reference kernels. `changes`: of its settings."""
+    """`device_dtype`: its engine is the GPU's adapter on the reference kernels. `beside`: groups of layers that it has
+    with the model's. `changes`: of its settings.
+    """
 
     def __init__(
-        self, role: WorkerRole, model: str, transfer: str, secret: str, device_dtype: str = "", **changes: Any
+        self,
+        role: WorkerRole,
+        model: str,
+        transfer: str,
+        secret: str,
+        device_dtype: str = "",
+        beside: Sequence[KVGroup] = (),
+        **changes: Any,
     ) -> None:
         given = {"role": role, "model": model, "transfer": transfer, "secret": secret, **changes}
         settings = WorkerSettings(**{**SETTINGS, **given})
@@ -69,6 +80,8 @@ class Worker:
         self.front, ledger = Front(), AttemptTable()
         wanted = engine_settings(settings)
         self.engine = _device_engine(wanted, device_dtype) if device_dtype else load_engine(wanted)
+        if beside:
+            put_beside(self.engine, beside, seed=len(me))
         pool = self.engine.transfer_pool
         patient = replace(transfer_settings(settings), **PATIENT)
         self.node = TransferNode(patient, me, incarnation, self.engine.layout, pool, self.front.wake)
@@ -92,12 +105,19 @@ def _device_engine(settings: EngineSettings, dtype: str) -> Engine:
 
 
 class Cores:
-    """A pair. `device_dtypes`: see Worker. `changes`: of the settings of both."""
+    """A pair. `device_dtypes`, `besides`: see Worker. `changes`: of the settings of both."""
 
-    def __init__(self, model: str, transfer: str, device_dtypes: tuple[str, str] = ("", ""), **changes: Any) -> None:
+    def __init__(
+        self,
+        model: str,
+        transfer: str,
+        device_dtypes: tuple[str, str] = ("", ""),
+        besides: tuple[Sequence[KVGroup], Sequence[KVGroup]] = ((), ()),
+        **changes: Any,
+    ) -> None:
         secret = secrets.token_hex(8)
-        self.prefill = Worker(WorkerRole.PREFILL, model, transfer, secret, device_dtypes[0], **changes)
-        self.decode = Worker(WorkerRole.DECODE, model, transfer, secret, device_dtypes[1], **changes)
+        self.prefill = Worker(WorkerRole.PREFILL, model, transfer, secret, device_dtypes[0], besides[0], **changes)
+        self.decode = Worker(WorkerRole.DECODE, model, transfer, secret, device_dtypes[1], besides[1], **changes)
         self._num_asked = 0
 
     def __enter__(self) -> "Cores":

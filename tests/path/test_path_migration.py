@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -10,6 +10,7 @@ import pytest
 from contracts.errors import Corrupt, OutOfBlocks
 from contracts.events import Event, Failed, Finished, Moved, Token, Tokens
 from contracts.ids import Epoch, RequestId
+from contracts.layout import KVGroup
 from contracts.node import WorkerRole
 from contracts.request import Cancel, CancelMigration, Job, JobMessage, Route
 from contracts.sampling import SamplingParams
@@ -36,12 +37,20 @@ PROMPTS = dict(zip(SAMPLINGS, random_prompts(VOCAB, (37, 64, 5, 90)), strict=Tru
 
 
 class Movers:
-    """Workers in one process, and what a gateway hears of them."""
+    """Workers in one process, and what a gateway hears of them. `besides`: see Worker."""
 
-    def __init__(self, model: str, roles: tuple[WorkerRole, ...], **changes: Any) -> None:
+    def __init__(
+        self,
+        model: str,
+        roles: tuple[WorkerRole, ...],
+        besides: Sequence[Sequence[KVGroup]] = ((), (), ()),
+        **changes: Any,
+    ) -> None:
         secret, names = secrets.token_hex(8), "abc"
-        made = zip(names, roles, strict=False)
-        self.workers = [Worker(role, model, "tcp", secret, worker_id=name, **changes) for name, role in made]
+        self.workers = [
+            Worker(role, model, "tcp", secret, worker_id=name, beside=beside, **changes)
+            for name, role, beside in zip(names, roles, besides, strict=False)
+        ]
         self.events: list[tuple[Worker, Event]] = []
 
     def turn(self) -> None:

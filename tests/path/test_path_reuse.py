@@ -1,7 +1,7 @@
 """A prompt pulls its prefix from another worker: real engines and links in one process, and each way to fail."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -10,6 +10,7 @@ from contracts.errors import Overloaded
 from contracts.events import Failed, Finished, Prefilled, Tokens
 from contracts.handoff import Grant
 from contracts.ids import Epoch, RequestId
+from contracts.layout import KVGroup
 from contracts.node import WorkerRole
 from contracts.request import Cancel, Job, Route
 from contracts.sampling import SamplingParams
@@ -39,8 +40,10 @@ class Answer:
 class Pool:
     """Workers that take their turns one after the other; those in `silent` take none."""
 
-    def __init__(self, model: str, transfer: str, *roles: WorkerRole, device_dtype: str = "") -> None:
-        facts = model, transfer, "secret", device_dtype
+    def __init__(
+        self, model: str, transfer: str, *roles: WorkerRole, device_dtype: str = "", beside: Sequence[KVGroup] = ()
+    ) -> None:
+        facts = model, transfer, "secret", device_dtype, beside
         self.workers = {role: Worker(role, *facts, worker_id=role.value) for role in roles}
         self.silent: set[WorkerRole] = set()
         self.tokens_per_s = SLOW
@@ -254,7 +257,7 @@ def test_a_peer_that_dies_in_the_middle(
     job = pool.job(prompt, prefill, prefill, mixed)
     pool.ask(job, until=lambda: len(sent) == num_chunks and prefill.engine.sequences.count(Status.RESERVED))
     deadline = time.monotonic() + DEADLINE_S
-    while num_chunks and not next(iter(pool.prefixes[WorkerRole.PREFILL]._puller._open.values())).num_chunks:
+    while num_chunks and not next(iter(pool.prefixes[WorkerRole.PREFILL]._puller._open.values())).chunks.num_chunks:
         assert time.monotonic() < deadline
         pool.turn()
     mixed.node.close()

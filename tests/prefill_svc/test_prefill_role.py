@@ -74,8 +74,8 @@ def test_what_decode_lacks_is_sent_once_in_order_whenever_the_grant_comes(num_to
         side.compute(chunk, is_last=number == len(chunks) - 1)
     sent = side.node.told("send_chunk")
     at = skip
-    for number, (peer, request_id, epoch, index, first, count, pages, sums, loss) in enumerate(sent):
-        assert (peer, request_id, epoch, index, first, loss) == (D, R, E, number, at, "4bit")
+    for number, (peer, request_id, epoch, index, first, count, pages, sums, group, loss) in enumerate(sent):
+        assert (peer, request_id, epoch, index, first, group, loss) == (D, R, E, number, at, 0, "4bit")
         assert count > 0, "the node refuses an empty chunk with a ValueError"
         assert pages == sums == [BlockId(b) for b in range(first // BLOCK, -(-(first + count) // BLOCK))]
         at += count
@@ -273,4 +273,4 @@ def test_what_is_coming_is_told_of_an_attempt_that_was_offered():
     assert node.told("chunk_scheduled") == []
     role.on_started(live, 0.0)
     role.on_chunk_scheduled(live, chunk)
-    assert node.told("chunk_scheduled") == [(D, R, E, 0, 8, [BlockId(3), BlockId(4)], 5)]
+    assert node.told("chunk_scheduled") == [(D, R, E, 0, 8, [BlockId(3), BlockId(4)], 5, 0)]

@@ -105,6 +105,7 @@ def test_the_names_that_dashboards_use_are_there(worker: RunningWorker) -> None:
         "kv_handoffs_received_committed",
         "kv_handoffs_received_aborted",
         "kv_handoffs_received_waited",
+        "kv_handoffs_received_without_draft",
         "chunks_bad",
     }
     counters = prefill | decode | {"steps", "preemptions", "stale_messages", "quarantined", "kv_saved_tokens"}

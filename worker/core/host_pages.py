@@ -1,4 +1,4 @@
-"""A pool in the host's memory as the tiers below it see it: the pages of a whole block, of all groups of layers."""
+"""A pool in the host's memory as the tiers below it see it: whole blocks, of all groups of layers."""
 
 from collections.abc import Sequence
 
@@ -6,9 +6,10 @@ import numpy as np
 
 
 class HostPages:
-    """The pools of a cache's groups, uint8 `[num_planes, num_blocks, page_nbytes]` each, in the layout's order.
+    """The pools of a cache's groups, in the layout's order.
 
-    A block's bytes are those of its pages, group by group and in each plane by plane.
+    Each is uint8 `[num_planes, num_blocks, page_nbytes]`. A block's bytes are those of its pages, group by group and in
+    each plane by plane.
     """
 
     def __init__(self, pools: Sequence[np.ndarray]) -> None:

@@ -8,7 +8,7 @@ import logging
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from contracts.errors import Corrupt, OutOfBlocks, RequestError
 from contracts.handoff import Abort, ChunkHeader, Commit, Grant, Offer, PrefixRequest, Refuse
@@ -20,6 +20,7 @@ from engine.engine import Engine
 from engine.messages import EngineRequest, Reservation
 from kv_transfer.events import ChunkBad, ChunkLanded, Drained, MessageReceived, PeerDisconnected, TransferEvent
 from kv_transfer.node import TransferNode
+from worker.core.chunk_order import ChunkOrder
 from worker.core.role_handler import Attempt, AttemptId, attempt_key
 
 log = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ DEVICE_PACE = PullPace(2e10, 0.004, 0.005)
 class Pull:
     """The blocks of a prompt that were asked for, from `first_token` on.
 
-    All tokens before `next_token` are here.
+    `chunks`: how much of them is here.
     """
 
     id: AttemptId
@@ -70,9 +71,7 @@ class Pull:
     then: Callable[[], None] | None
     offer: Offer | None = None
     reservation: Reservation | None = None
-    next_token: int = 0
-    num_chunks: int = 0
-    nbytes: int = 0
+    chunks: ChunkOrder = field(default_factory=ChunkOrder)
     answered_s: float = 0.0
     ended_s: float = 0.0
 
@@ -170,7 +169,7 @@ class PrefixPuller:
     def _limit_s(self, pull: Pull) -> float:
         """Return after how many seconds a pull is given up, unless it has come further by then."""
         size = self._engine.layout.block_size
-        num_loaded = max(0, pull.next_token - pull.first_token) // size if pull.reservation else 0
+        num_loaded = max(0, pull.chunks.next_token - pull.first_token) // size if pull.reservation else 0
         return pull.budget.limit_s(num_loaded) + max(0.0, self._pace.min_slack_s - pull.budget.slack_s)
 
     def seconds_to_deadline(self, now: float) -> float:
@@ -184,7 +183,7 @@ class PrefixPuller:
         for pull in list(self._open.values()):
             if now - pull.began_s > self._limit_s(pull):
                 self._counters["kv_peer_given_up"] += 1
-                self._rate.add(max(pull.nbytes, 1), now - pull.began_s)
+                self._rate.add(max(pull.chunks.nbytes, 1), now - pull.began_s)
                 self._give_up(pull, "computing is faster", now)
         for pull in [pull for pull in self._draining.values() if now - pull.ended_s > DRAIN_WAIT_S]:
             self._go_on(pull)
@@ -217,17 +216,17 @@ class PrefixPuller:
         except (OutOfBlocks, RequestError, Corrupt) as error:
             self._refuse(pull, str(error), now)
             return
-        pull.reservation, pull.next_token = reservation, reservation.skip_tokens
+        num_groups = len(self._node.groups_with(pull.peer.worker_id, sends=False))
+        pull.reservation, pull.chunks = reservation, ChunkOrder(num_groups, reservation.skip_tokens)
         if reservation.skip_tokens < pull.first_token:  # evicted meanwhile: the peer was not asked for these
             self._engine.release(pull.key)
             self._engine.incoming_writer_ended(pull.key)
             self._refuse(pull, "the blocks before those that were asked for are gone", now)
             return
-        pages = reservation.blocks[reservation.skip_tokens // size :]
-        self._node.grant(
-            pull.peer.worker_id,
-            Grant(request_id=pull.id[0], epoch=pull.id[1], pages=[pages], skip_tokens=reservation.skip_tokens),
-        )
+        skip_tokens = reservation.skip_tokens
+        tables = [reservation.blocks[skip_tokens // size :]] * num_groups
+        grant = Grant(request_id=pull.id[0], epoch=pull.id[1], pages=tables, skip_tokens=skip_tokens)
+        self._node.grant(pull.peer.worker_id, grant)
 
     def _refuse(self, pull: Pull, reason: str, now: float) -> None:
         """End a pull that was offered and has no pages."""
@@ -243,20 +242,21 @@ class PrefixPuller:
         self._node.refuse(peer_id, Refuse(request_id=request_id, epoch=epoch, code=code, reason=reason))
 
     def _on_chunk(self, pull: Pull, header: ChunkHeader, now: float) -> None:
-        if (header.index, header.first_token) != (pull.num_chunks, pull.next_token):
-            pull.next_token = 0
-            self._fail(pull, f"chunk {header.index} at token {header.first_token} is not the next", now)
+        try:
+            pull.chunks.take(header)
+        except Corrupt as error:
+            pull.chunks = ChunkOrder()
+            self._fail(pull, str(error), now)
             return
         if header.loss:
             self._engine.incoming_lost(pull.key, header.first_token, header.loss)
-        pull.num_chunks, pull.nbytes = header.index + 1, pull.nbytes + header.nbytes
-        pull.next_token = header.first_token + header.num_tokens
-        if pull.offer is not None and pull.next_token == pull.offer.num_tokens:
-            self._rate.add(pull.nbytes, now - pull.answered_s)
+        chunks = pull.chunks
+        if pull.offer is not None and chunks.next_token == pull.offer.num_tokens:
+            self._rate.add(chunks.nbytes, now - pull.answered_s)
             self._counters["kv_peer_load_seconds"] += now - pull.began_s
             self._node.commit(
                 pull.peer.worker_id,
-                Commit(request_id=pull.id[0], epoch=pull.id[1], num_chunks=pull.num_chunks, nbytes=pull.nbytes),
+                Commit(request_id=pull.id[0], epoch=pull.id[1], num_chunks=chunks.num_chunks, nbytes=chunks.nbytes),
             )
             self._settle(pull, now, is_drained=True)
 
@@ -289,10 +289,10 @@ class PrefixPuller:
     def _writer_ended(self, pull: Pull) -> None:
         """Enter what has come into the prefix cache, and go on with the prompt."""
         if pull.reservation is not None:
-            num_saved = self._engine.incoming_writer_ended(pull.key, pull.next_token)
+            num_saved = self._engine.incoming_writer_ended(pull.key, pull.chunks.next_token)
             self._counters["kv_peer_loads"] += num_saved > 0
             self._counters["kv_peer_hit_blocks"] += num_saved // self._engine.layout.block_size
-            self._counters["kv_peer_bytes_out"] += pull.nbytes
+            self._counters["kv_peer_bytes_out"] += pull.chunks.nbytes
         self._go_on(pull)
 
     def _on_peer_lost(self, lost: PeerDisconnected, now: float) -> None:

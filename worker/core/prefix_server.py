@@ -194,11 +194,14 @@ class PrefixServer:
         del self._granted[id_]
         reader, size, num_have = self._open[id_], self._engine.layout.block_size, granted.first
         sums = None if granted.checksums is None else granted.checksums.wait()
-        for index, first in enumerate(range(num_have, len(reader.blocks), CHUNK_BLOCKS)):
+        groups, num_sent = self._node.groups_with(reader.peer.worker_id, sends=True), 0
+        for first in range(num_have, len(reader.blocks), CHUNK_BLOCKS):
             blocks = reader.blocks[first : first + CHUNK_BLOCKS]
             place = reader.first_token + first * size, len(blocks) * size
             those = None if sums is None else sums[first - num_have : first - num_have + len(blocks)]
-            self._node.send_chunk(reader.peer.worker_id, *id_, index, *place, blocks, those)
+            for group in groups:
+                self._node.send_chunk(reader.peer.worker_id, *id_, num_sent, *place, blocks, those, group)
+                num_sent += 1
             self.num_blocks_sent += len(blocks)
 
     def _abort(self, id_: AttemptId, code: str, reason: str) -> None:

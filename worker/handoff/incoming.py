@@ -6,7 +6,7 @@ IncomingOwner, what becomes of each.
 
 import logging
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from contracts.errors import Corrupt, OutOfBlocks, PeerLost, TandemError
@@ -18,6 +18,7 @@ from engine.messages import Reservation
 from kv_transfer.events import ChunkBad, ChunkLanded, Drained, MessageReceived, PeerDisconnected, TransferEvent
 from kv_transfer.node import TransferNode
 from worker.core.attempt_table import AttemptTable
+from worker.core.chunk_order import ChunkOrder
 from worker.core.role_handler import Attempt, AttemptId
 
 log = logging.getLogger(__name__)
@@ -33,8 +34,8 @@ class IncomingHandoff:
     """The KV of one sequence on its way from `peer`: `num_tokens` tokens, then the token to go on after.
 
     In a migration these are the tokens of the job, and more come: Fin says how many in all.
-    `next_token`: all tokens before it have arrived and are checked, since `landed_s` (monotonic). `has_waited`: the
-    peer was told that there are no pages yet. `is_contradictory`: the peer's messages did not fit each other.
+    `chunks`: what has arrived and is checked, the last of it at `landed_s` (monotonic). `has_waited`: the peer was told
+    that there are no pages yet. `is_contradictory`: the peer's messages did not fit each other.
     """
 
     attempt: Attempt
@@ -44,9 +45,7 @@ class IncomingHandoff:
     reservation: Reservation | None = None
     arrival: int = 0
     has_waited: bool = False
-    next_token: int = 0
-    num_chunks: int = 0
-    nbytes: int = 0
+    chunks: ChunkOrder = field(default_factory=ChunkOrder)
     landed_s: float = 0.0
     fin: Fin | None = None
     is_contradictory: bool = False
@@ -65,7 +64,8 @@ class IncomingHandoff:
 
     @property
     def is_complete(self) -> bool:
-        return self.fin is not None and self.num_chunks == self.fin.num_chunks and self.next_token == self.num_tokens
+        chunks = self.chunks
+        return self.fin is not None and (chunks.num_chunks, chunks.next_token) == (self.fin.num_chunks, self.num_tokens)
 
     def fits(self, offer: Offer) -> bool:
         """Return whether the offer is of the tokens that are expected; in a migration, of as many at least."""
@@ -90,26 +90,16 @@ class IncomingHandoff:
 
     def on_chunk(self, header: ChunkHeader, landed_s: float) -> None:
         """Count a chunk that has arrived. Raises Corrupt if it is not the next."""
-        if (header.index, header.first_token) != (self.num_chunks, self.next_token):
-            expected = f"expected {self.num_chunks} at {self.next_token}"
-            raise Corrupt(f"chunk {header.index} at token {header.first_token}; {expected}")
-        self.num_chunks += 1
-        self.next_token += header.num_tokens
-        self.nbytes += header.nbytes
+        self.chunks.take(header)
         self.landed_s = landed_s
 
     def contradiction(self, block_size: int) -> str | None:
-        """Return why the chunks that Fin claims can never be those that arrive, or None.
-
-        Each chunk holds a block at least.
-        """
+        """Return why the chunks that Fin claims can never be those that arrive, or None."""
         if self.fin is None:
             return None
-        num_coming = self.fin.num_chunks - self.num_chunks
-        num_blocks = -(-(self.num_tokens - self.next_token) // block_size)
-        if min(num_blocks, 1) <= num_coming <= num_blocks:
-            return None
-        return f"{self.fin.num_chunks} chunks are claimed, {self.num_chunks} came and {num_blocks} blocks are missing"
+        return self.chunks.contradiction(
+            self.fin.num_chunks, -(-(self.num_tokens - self.chunks.next_token) // block_size)
+        )
 
 
 class IncomingOwner(Protocol):
@@ -256,13 +246,14 @@ class IncomingHandoffs:
         request = handoff.attempt.request(loss=self._node.loss_from(handoff.peer.worker_id))
         reservation = self._engine.reserve(request, handoff.arrival, bound)
         handoff.reservation = reservation
-        handoff.next_token = reservation.skip_tokens
+        groups = self._node.groups_with(handoff.peer.worker_id, sends=False)
+        handoff.chunks = ChunkOrder(len(groups), reservation.skip_tokens)
         first_page = reservation.skip_tokens // self._engine.layout.block_size
         request_id, epoch = handoff.id
         grant = Grant(
             request_id=request_id,
             epoch=epoch,
-            pages=[reservation.blocks[first_page:]],
+            pages=[reservation.blocks[first_page:]] * len(groups),
             skip_tokens=reservation.skip_tokens,
         )
         self._node.grant(handoff.peer.worker_id, grant)
@@ -324,7 +315,8 @@ class IncomingHandoffs:
         del self._open[handoff.id]
         # Every granted page has its bytes and the node lands nothing after commit: the writer's hold ends here.
         request_id, epoch = handoff.id
-        commit = Commit(request_id=request_id, epoch=epoch, num_chunks=handoff.num_chunks, nbytes=handoff.nbytes)
+        chunks = handoff.chunks
+        commit = Commit(request_id=request_id, epoch=epoch, num_chunks=chunks.num_chunks, nbytes=chunks.nbytes)
         self._node.commit(handoff.peer.worker_id, commit)
         self._engine.incoming_writer_ended(handoff.attempt.key)
         self._owner.on_committed(handoff)
@@ -381,7 +373,7 @@ class IncomingHandoffs:
         what nobody checked, see contracts.kv_loss, nor anything of a peer that contradicted itself.
         """
         # A migration brings KV of more tokens, which are not known before its Fin.
-        num_known = min(handoff.next_token, len(handoff.attempt.job.token_ids))
+        num_known = min(handoff.chunks.next_token, len(handoff.attempt.job.token_ids))
         num_checked = 0 if handoff.is_contradictory else num_known
         num_saved = self._engine.incoming_writer_ended(handoff.attempt.key, num_checked)
         if num_saved:

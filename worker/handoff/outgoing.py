@@ -4,7 +4,7 @@ A role holds its handoffs in an OutgoingHandoffs, which reads the messages of pe
 OutgoingOwner, what becomes of each.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from contracts.errors import Corrupt, PeerLost, TandemError, Unavailable
@@ -41,6 +41,7 @@ class OutgoingHandoff:
         self._node = node
         self._layout = layout
         self._grant: Grant | None = None
+        self._groups: Sequence[int] = ()
         self._chunks: list[ChunkDone] = []
         self._token: Token | None = None
         self._drawn: list[Token] = []
@@ -86,7 +87,9 @@ class OutgoingHandoff:
         """Announce a chunk that is about to be computed, if the peer was asked for pages."""
         if self.is_offered:
             place = (chunk.first_token, chunk.num_tokens)
-            self._node.chunk_scheduled(self.peer.worker_id, *self.id, *place, chunk.blocks, chunk.early_planes)
+            for group in self._node.groups_with(self.peer.worker_id, sends=True):
+                early = 0 if group else chunk.early_planes  # those of other groups are computed after the model's
+                self._node.chunk_scheduled(self.peer.worker_id, *self.id, *place, chunk.blocks, early, group)
 
     def on_chunk(self, chunk: ChunkDone, now: float) -> None:
         self._chunks.append(chunk)
@@ -114,7 +117,7 @@ class OutgoingHandoff:
         is_inside = 0 <= grant.skip_tokens < self._num_tokens
         if not is_inside or grant.skip_tokens % self._layout.block_size:
             raise Corrupt(f"decode granted pages from token {grant.skip_tokens} on")
-        self._grant = grant
+        self._grant, self._groups = grant, self._node.groups_with(self.peer.worker_id, sends=True)
         self._send_ready(now)
 
     def check_commit(self, commit: Commit) -> None:
@@ -138,7 +141,7 @@ class OutgoingHandoff:
             self._send_fin(self._token, now)
 
     def _send_chunk(self, chunk: ChunkDone, skip_tokens: int) -> None:
-        """Send the part of a chunk that the peer does not hold.
+        """Send the part of a chunk that the peer does not hold, of each group of layers that it takes.
 
         `skip_tokens` and chunk starts are multiples of the block size.
         """
@@ -148,9 +151,10 @@ class OutgoingHandoff:
             return
         skipped = (first - chunk.first_token) // self._layout.block_size
         pages, sums = chunk.blocks[skipped:], chunk.checksums.wait()[skipped:] if chunk.checksums else None
-        place = (self._num_sent, first, end - first)
-        self._node.send_chunk(self.peer.worker_id, *self.id, *place, pages, sums, loss=chunk.loss)
-        self._num_sent += 1
+        for group in self._groups:
+            place = (self._num_sent, first, end - first)
+            self._node.send_chunk(self.peer.worker_id, *self.id, *place, pages, sums, group, chunk.loss)
+            self._num_sent += 1
 
     def _send_fin(self, token: Token, now: float) -> None:
         request_id, epoch = self.id
