@@ -17,6 +17,7 @@ from engine.sampling.prompt_logprobs import Scores
 from engine.sampling.token_masks import TokenMasks
 from engine.scheduler.batch import ScheduledChunk
 from engine.sequence import Sequence
+from engine.speculative.proposer import Proposer
 
 
 class PendingTokens(Protocol):
@@ -139,6 +140,34 @@ class PagedCache(Protocol):
         ...
 
 
+class AuxReader(Protocol):
+    """The reader of a target's rows, such as a draft head."""
+
+    def read(self, pieces: SequenceOf[ScheduledChunk], aux_MA: torch.Tensor) -> None:
+        """Take in a batch that was computed.
+
+        `aux_MA` `[M, aux layers * hidden]` float32: what went into the aux layers, side by side, of all rows in the
+        order of the pieces.
+        """
+        ...
+
+
+class Drafter(Proposer, Protocol):
+    """A proposer that computes on the device what it drafts, from rows of the target."""
+
+    def emptied(self, blocks: SequenceOf[BlockId]) -> None:
+        """Take note that what the drafter keeps of these blocks is of other tokens from now on."""
+        ...
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """A drafter, and the runner that an engine which uses it takes: the drafter reads its batches."""
+
+    drafter: Drafter
+    runner: Runner
+
+
 @dataclass(frozen=True)
 class Backend:
     """A loaded model on its device.
@@ -146,7 +175,7 @@ class Backend:
     `dtype`: the number format that `auto` became. `max_model_len`: the longest context in tokens, which the cache
     holds. `caches_decoded_kv`: later prompts may share an answer's KV. It is to the bit what a prompt's would be, or of
     the same number formats and rounded by other kernels, as that of prompts is which are cut into other chunks. `close`
-    ends the processes that compute with this one.
+    ends the processes that compute with this one. `drafting`: what drafts with weights, if settings ask for it.
     """
 
     cache: PagedCache
@@ -155,4 +184,5 @@ class Backend:
     dtype: str
     max_model_len: int
     caches_decoded_kv: bool
+    drafting: Drafting | None = None
     close: Callable[[], None] = ignore

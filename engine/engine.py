@@ -26,7 +26,7 @@ from contracts.layout import KVLayout
 from engine.answer_export import AnswerExport
 from engine.backend import Backend
 from engine.batch_sampling import TokenDraws
-from engine.cache.block_pool import BlockPool
+from engine.cache.block_pool import BlockPool, ignore_emptied
 from engine.cache.deferred_release import DeferredRelease
 from engine.cache.load_plan import LowerTiers
 from engine.cache.prefix_insertion import PrefixInserter
@@ -43,7 +43,7 @@ from engine.scheduler.scheduler import Scheduler, SchedulerLimits
 from engine.sequence import Status
 from engine.sequence_table import SequenceTable
 from engine.settings import EngineSettings
-from engine.speculative.choice import speculator_of
+from engine.speculative.choice import is_head, speculator_of
 from engine.stats import engine_stats
 from engine.step_pipeline import StepPipeline
 from engine.stop_check import StopCheck
@@ -70,14 +70,17 @@ class Engine:
         self.max_model_len = max_model_len
         max_mixed_tokens = min(settings.max_mixed_tokens or budget, budget)
         self.capacity_tokens = cache.num_blocks * cache.layout.block_size
-        self.runner, self.sampler = backend.runner, sampler
+        drafting = backend.drafting if is_head(settings.speculate) else None
+        self.runner, self.sampler = backend.runner if drafting is None else drafting.runner, sampler
         self._cache, self._close = cache, backend.close
-        self.pool = pool = BlockPool(cache.num_blocks, cache.layout.block_size, settings.prefix_cache)
+        emptied = ignore_emptied if drafting is None else drafting.drafter.emptied
+        self.pool = pool = BlockPool(cache.num_blocks, cache.layout.block_size, settings.prefix_cache, emptied)
         self._prefix_cache = prefix_cache = PrefixInserter(pool, backend.caches_decoded_kv)
         limits = SchedulerLimits(
             settings.max_num_seqs, budget, max_mixed_tokens, self.runner.graph_rows, settings.itl_objective_s
         )
-        self.speculator = speculator = speculator_of(settings, max_model_len)
+        drafter = None if drafting is None else drafting.drafter
+        self.speculator = speculator = speculator_of(settings, max_model_len, drafter)
         draft_rows = None if speculator is None else DraftRows(pool, speculator)
         self.scheduler = scheduler = Scheduler(pool, limits, prefix_cache.insert_all, draft_rows)
         self.grammars = grammars = Grammars(checkpoint, sampler.mask_memory())

@@ -20,8 +20,8 @@ Side = Literal["prefill", "decode", "mixed"]
 Transfer = Literal["auto", "nvlink", "ucx", "shm", "tcp"]
 KVCodec = Literal["auto", "off", "lossless", "8bit", "6bit", "4bit", "3bit"]
 """The names of kv_transfer.codecs.level, written out for the help."""
-Speculate = Literal["auto", "off", "ngram", "suffix"]
-"""The names of engine.speculative.choice."""
+DRAFTERS = ("auto", "off", "ngram", "suffix", "eagle3")
+"""The names of engine.speculative.choice; a head's folder is told by its /."""
 
 
 class WorkerSettings(BaseSettings):
@@ -88,10 +88,11 @@ class WorkerSettings(BaseSettings):
         ge=0,
         description="token budget of a step with answers, a quarter of it prompts'; 0: as others, on a GPU 1024",
     )
-    speculate: Speculate = Field(
+    speculate: str = Field(
         "off",
-        description="guess tokens of answers and verify several in one step, on a CPU; ngram: from the request's text; "
-        "suffix: from that and earlier answers; auto: suffix, on a GPU off",
+        description="guess tokens of answers and verify several in one step, on a CPU: auto, off, ngram (from the "
+        "request's text), suffix (from earlier answers too; auto takes it), eagle3 (the model's own head) "
+        "or the folder of a head, with a /",
     )
     draft_tokens: int = Field(3, ge=1, le=16, description="most tokens that are guessed of an answer at a time")
     itl_objective_ms: float = Field(
@@ -115,6 +116,13 @@ class WorkerSettings(BaseSettings):
         if folder is not None and not folder.is_absolute():
             raise ValueError(f"it must be an absolute path, such as {folder.absolute()}")
         return folder
+
+    @field_validator("speculate")
+    @classmethod
+    def _names_a_drafter(cls, name: str) -> str:
+        if name not in DRAFTERS and "/" not in name:
+            raise ValueError(f"it may be {', '.join(DRAFTERS)}, or the folder of an EAGLE3 head, with a /")
+        return name
 
     @field_validator("kv_store")
     @classmethod

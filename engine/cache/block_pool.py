@@ -5,7 +5,7 @@ Plain accounting: it never sees the bytes.
 
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 
 from contracts.errors import OutOfBlocks
@@ -19,19 +19,30 @@ thousands of other objects are looked at by the garbage collector.
 """
 
 
+def ignore_emptied(blocks: Sequence[BlockId]) -> None:
+    """Nobody keeps anything beside the blocks."""
+
+
 class BlockPool:
     """A block is held (referenced), cached (unreferenced, findable, evicted when room is needed), or free.
 
     `generations[block]` counts how often the block lost its content: a stale writer can be told from the present one.
     `num_gains` counts what may make room for somebody: as long as it stays, what did not fit does not.
+    `on_emptied` is told of blocks that are allocated: what was known of their content is of no use.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, prefix_cache: bool = True) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        prefix_cache: bool = True,
+        on_emptied: Callable[[Sequence[BlockId]], None] = ignore_emptied,
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.generations = [0] * num_blocks
         self.num_gains = 0
-        self._prefix_cache = prefix_cache
+        self._prefix_cache, self._on_emptied = prefix_cache, on_emptied
         self._holds = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: dict[int, _Cached] = {}
@@ -58,7 +69,9 @@ class BlockPool:
         """
         if count > self.num_available:
             raise OutOfBlocks(f"{count} KV blocks wanted, {self.num_available} of {self.num_blocks} available")
-        return [self._take() for _ in range(count)]
+        blocks = [self._take() for _ in range(count)]
+        self._on_emptied(blocks)
+        return blocks
 
     def retain(self, blocks: Iterable[int]) -> None:
         for block in blocks:

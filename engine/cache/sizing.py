@@ -43,17 +43,18 @@ def _fingerprint(config: ModelConfig) -> str:
     return hashlib.blake2b(msgspec.json.encode(config, order="sorted"), digest_size=8).hexdigest()
 
 
-def blocks_in(nbytes: int, layout: KVLayout) -> int:
-    """Return how many blocks fit where each shard has `nbytes`.
+def blocks_in(nbytes: int, layout: KVLayout, draft_nbytes: int = 0) -> int:
+    """Return how many blocks fit where each shard has `nbytes`; `draft_nbytes` of each are a draft head's.
 
     Raises ConfigError for fewer than MIN_BLOCKS.
     """
-    if nbytes < MIN_BLOCKS * layout.shard_nbytes:
+    block_nbytes = layout.shard_nbytes + draft_nbytes
+    if nbytes < MIN_BLOCKS * block_nbytes:
         raise ConfigError(
-            f"kv_cache_nbytes is {nbytes}; one block of {layout.block_size} tokens takes {layout.shard_nbytes}: "
+            f"kv_cache_nbytes is {nbytes}; one block of {layout.block_size} tokens takes {block_nbytes}: "
             f"raise it, a worker's {_SETTING}"
         )
-    return nbytes // layout.shard_nbytes
+    return nbytes // block_nbytes
 
 
 def cache_nbytes(settings: EngineSettings, layout: KVLayout, available_nbytes: int) -> int:

@@ -84,7 +84,7 @@ def prepare(
     return Inputs(
         token_ids_M=torch.from_numpy(token_ids),
         positions_M=torch.from_numpy(positions),
-        write_index=_write_index(rows.tables[owners, positions // cache.layout.block_size], positions, cache),
+        write_index=kv_write_index(rows.tables[owners, positions // cache.layout.block_size], positions, cache),
         sample_rows=sample_rows,
         score_rows=tuple(score_rows),
         num_answer_rows=int(counts[answers].sum()),
@@ -176,7 +176,7 @@ def _tables(pieces: SequenceOf[ScheduledChunk]) -> np.ndarray:
     return tables
 
 
-def _write_index(blocks: np.ndarray, positions: np.ndarray, cache: KVCache) -> torch.Tensor:
+def kv_write_index(blocks: np.ndarray, positions: np.ndarray, cache: KVCache) -> torch.Tensor:
     """Row of each (token, K or V, head) in KVCache.rows."""
     group = cache.group
     planes = blocks[:, None] + np.array([0, cache.num_blocks])

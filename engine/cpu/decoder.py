@@ -58,17 +58,24 @@ class DecoderWeights:
 class Logits:
     """`sampled` `[len(sample_rows), vocab]` float32.
 
-    `scored` computes the parts of `score_rows` as it is read.
+    `scored` computes the parts of `score_rows` as it is read. `aux`: `[M, hidden]` float32 of each of the aux layers,
+    what goes into it.
     """
 
     sampled: torch.Tensor
     scored: Iterator[torch.Tensor]
+    aux: tuple[torch.Tensor, ...] = ()
 
 
 class Decoder:
-    """Computes logits and writes K and V into the paged cache."""
+    """Computes logits and writes K and V into the paged cache.
 
-    def __init__(self, config: ModelConfig, weights: DecoderWeights, max_model_len: int) -> None:
+    `aux_layers`: the layers whose inputs a draft head reads.
+    """
+
+    def __init__(
+        self, config: ModelConfig, weights: DecoderWeights, max_model_len: int, aux_layers: tuple[int, ...] = ()
+    ) -> None:
         self.heads = HeadShape(
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
@@ -78,7 +85,7 @@ class Decoder:
             segment=config.segment,
             is_biased=config.qkv_bias,
         )
-        self._weights = weights
+        self._weights, self._aux_layers = weights, aux_layers
         self._hidden_norm = _Norm(config.hidden_size, config.norm_eps)
         self._head_norm = _Norm(config.head_dim, config.norm_eps)
         self._rope_TD = rope_frequencies(config, max_model_len)
@@ -92,10 +99,15 @@ class Decoder:
         rope = self._rope(inputs.positions_M)
         still = self._no_rope(rope, inputs.positions_M) if self._has_no_rope else rope
         *layers, last = self._weights.layers
+        aux: dict[int, torch.Tensor] = {}
         for index, layer in enumerate(layers):
+            if index in self._aux_layers:
+                aux[index] = x
             q = self._queries(layer, x, rope if layer.is_rotated else still, inputs, cache, index)
             mixed = self._attend(layer, q, cache, index, inputs.attention)
             x = self._mlp(layer, x, mixed, inputs.num_answer_rows)
+        if len(layers) in self._aux_layers:
+            aux[len(layers)] = x
         q = self._queries(last, x, rope if last.is_rotated else still, inputs, cache, len(layers))
         # Only rows whose logits are wanted go past the last K and V: 3 % of a prompt's work, and all of the head's.
         attention = inputs.attention
@@ -106,6 +118,7 @@ class Decoder:
         return Logits(
             self._end(x, mixed, inputs.sample_rows, inputs.num_answer_samples),
             (self._end(x, mixed, rows, 0) for rows in inputs.score_rows),
+            tuple(aux[index] for index in self._aux_layers),
         )
 
     @torch.inference_mode()

@@ -5,9 +5,12 @@ import logging
 import torch
 
 from checkpoint import Checkpoint, Progress
-from engine.backend import Backend
+from engine.backend import Backend, Drafting
 from engine.cache.sizing import blocks_in, cache_nbytes, kv_layout, model_len
 from engine.cpu.decoder import Decoder
+from engine.cpu.eagle3.drafter import Eagle3Drafter
+from engine.cpu.eagle3.loader import open_head
+from engine.cpu.eagle3.torch_head import load_torch_head
 from engine.cpu.format_choice import resolve_dtype
 from engine.cpu.kv_cache import KVCache
 from engine.cpu.linear import FORMATS
@@ -35,11 +38,19 @@ def load_cpu_backend(settings: EngineSettings, checkpoint: Checkpoint, progress:
     dtype = resolve_dtype(settings, source)
     number_format = FORMATS[dtype]
     layout = kv_layout(checkpoint, settings.block_size, number_format.kv_dtype)
-    num_blocks = blocks_in(cache_nbytes(settings, layout, available_nbytes()), layout)
+    head = open_head(settings, checkpoint, layout)
+    draft_nbytes = 0 if head is None else head.block_nbytes
+    num_blocks = blocks_in(cache_nbytes(settings, layout, available_nbytes()), layout, draft_nbytes)
     max_model_len = model_len(checkpoint, settings, num_blocks * layout.block_size)
     weights = load_weights(checkpoint.config, source, number_format, progress)
-    model = Decoder(checkpoint.config, weights, max_model_len)
+    model = Decoder(checkpoint.config, weights, max_model_len, () if head is None else head.aux_layers)
     cache = KVCache(layout, num_blocks)
+    drafting = None
+    if head is not None:
+        drafts, tensors = head.cache(num_blocks, settings.max_num_seqs), head.tensors(checkpoint, source)
+        own = load_torch_head(tensors, number_format, drafts, weights.embedding, max_model_len)
+        drafter = Eagle3Drafter(own, drafts)
+        drafting = Drafting(drafter, CpuRunner(model, cache, drafter))
     _log.info("%s ready: %s, context of %d tokens", checkpoint.name, dtype, max_model_len)
     _log.info(
         "the KV cache holds %d tokens in %d MiB; TANDEM_KV_CACHE_MIB makes it larger or smaller",
@@ -49,4 +60,4 @@ def load_cpu_backend(settings: EngineSettings, checkpoint: Checkpoint, progress:
     # Where prompts and answers are computed in different formats, an answer's KV is not what a prompt's would be.
     caches_decoded_kv = number_format.is_uniform
     sampler = Sampler(checkpoint.eos_token_ids)
-    return Backend(cache, CpuRunner(model, cache), sampler, dtype, max_model_len, caches_decoded_kv)
+    return Backend(cache, CpuRunner(model, cache), sampler, dtype, max_model_len, caches_decoded_kv, drafting)

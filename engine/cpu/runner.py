@@ -4,7 +4,7 @@ from collections.abc import Sequence as SequenceOf
 
 import torch
 
-from engine.backend import Computed, Written, ignore_progress
+from engine.backend import AuxReader, Computed, Written, ignore_progress
 from engine.cpu.batch_inputs import prepare
 from engine.cpu.decoder import Decoder
 from engine.cpu.kv_cache import KVCache
@@ -15,16 +15,20 @@ from engine.sequence import Sequence
 
 
 class CpuRunner:
+    """The decoder over its cache. `reader`: what takes in the rows of aux layers, if anything does."""
+
     early_planes = max_graph_rows = 0
     graph_rows: tuple[int, ...] = ()
 
-    def __init__(self, model: Decoder, cache: KVCache) -> None:
-        self._model, self._cache = model, cache
+    def __init__(self, model: Decoder, cache: KVCache, reader: AuxReader | None = None) -> None:
+        self._model, self._cache, self._reader = model, cache, reader
 
     @torch.inference_mode()
     def forward(self, pieces: SequenceOf[ScheduledChunk], written: Written = ignore_progress) -> Computed:
         found = spans(pieces)
         logits = self._model.forward(prepare(pieces, found, self._model.heads, self._cache), self._cache)
+        if self._reader is not None:
+            self._reader.read(pieces, torch.cat(logits.aux, 1))
         return Computed(logits.sampled, score(found, logits.scored))
 
     def forward_without_sampling(self, pieces: SequenceOf[ScheduledChunk]) -> Computed:

@@ -4,13 +4,27 @@ With Llama 3's frequency scaling, or YaRN's; and what layers without it do to q.
 """
 
 import math
+from typing import Protocol
 
 import torch
 
-from models.config import ModelConfig, YarnScaling
+from models.config import ModelConfig, RopeScaling, YarnScaling
 
 
-def rope_frequencies(config: ModelConfig, num_positions: int) -> torch.Tensor:
+class RotaryConfig(Protocol):
+    """What rope takes of a configuration: a model's, or a draft head's."""
+
+    @property
+    def head_dim(self) -> int: ...
+
+    @property
+    def rope_theta(self) -> float: ...
+
+    @property
+    def rope_scaling(self) -> RopeScaling | YarnScaling | None: ...
+
+
+def rope_frequencies(config: RotaryConfig, num_positions: int) -> torch.Tensor:
     """Return the rotation of each pair at each position.
 
     `[num_positions, head_dim / 2]` complex64: the rotation of each pair at each position, computed in float64; with
@@ -43,7 +57,7 @@ def attention_temperatures(config: ModelConfig, num_positions: int) -> torch.Ten
     )
 
 
-def _scale_yarn(inverse: torch.Tensor, config: ModelConfig) -> torch.Tensor:
+def _scale_yarn(inverse: torch.Tensor, config: RotaryConfig) -> torch.Tensor:
     """Keep dimensions up to `low`, divide from `high` on, interpolate between (Peng et al. 2023, 3.2)."""
     scaling = config.rope_scaling
     assert isinstance(scaling, YarnScaling)

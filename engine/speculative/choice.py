@@ -11,16 +11,28 @@ OFF, AUTO = "off", "auto"
 PROPOSERS: dict[str, type[Proposer]] = {"ngram": NgramProposer, "suffix": SuffixProposer}
 """The drafters without weights, by the name that `speculate` has for each."""
 AUTO_PROPOSER = "suffix"
+EAGLE3 = "eagle3"
+"""The name of the head that comes with the package for the model; any other head is named by its folder, with a /."""
 
 
-def speculator_of(settings: EngineSettings, max_model_len: int) -> Speculator | None:
-    """Return what drafts for this engine, or None. Raises ConfigError, which names the field."""
+def speculator_of(settings: EngineSettings, max_model_len: int, drafter: Proposer | None) -> Speculator | None:
+    """Return what drafts for this engine, or None. Raises ConfigError, which names the field.
+
+    `drafter`: of the head that settings name, if they name one.
+    """
     name = proposer_name(settings.speculate, settings.device)
     if name is None:
         return None
     if settings.draft_tokens < 1:
         raise ConfigError(f"draft_tokens is {settings.draft_tokens}; a draft has 1 token at least: speculate=off")
-    return Speculator(PROPOSERS[name](), settings.draft_tokens, max_model_len, settings.adapts_drafts)
+    proposer = drafter if is_head(name) else PROPOSERS[name]()
+    assert proposer is not None, f"the backend was loaded without the head {name}"
+    return Speculator(proposer, settings.draft_tokens, max_model_len, settings.adapts_drafts)
+
+
+def is_head(speculate: str) -> bool:
+    """Return whether this names a head, which has weights."""
+    return speculate == EAGLE3 or "/" in speculate
 
 
 def proposer_name(speculate: str, device: str) -> str | None:
@@ -28,9 +40,9 @@ def proposer_name(speculate: str, device: str) -> str | None:
     is_cpu = device == "cpu"
     if speculate == OFF or (speculate == AUTO and not is_cpu):
         return None
-    if speculate != AUTO and speculate not in PROPOSERS:
-        known = ", ".join((AUTO, OFF, *PROPOSERS))
-        raise ConfigError(f"speculate is '{speculate}'; it may be {known}")
+    if speculate != AUTO and speculate not in PROPOSERS and not is_head(speculate):
+        known = ", ".join((AUTO, OFF, *PROPOSERS, EAGLE3))
+        raise ConfigError(f"speculate is '{speculate}'; it may be {known}, or the folder of a head, with a /")
     if not is_cpu:
         raise ConfigError(f"speculate is '{speculate}' on {device}; drafts are verified on the CPU only: set it to off")
     return AUTO_PROPOSER if speculate == AUTO else speculate

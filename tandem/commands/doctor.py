@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 from checkpoint import Checkpoint, open_checkpoint
 from checkpoint.checkpoint import WeightFormat
 from checkpoint.gguf.file import GgufFile
-from checkpoint.huggingface.safetensors_index import tensor_files
+from checkpoint.huggingface.eagle3_folder import open_eagle3, shipped_head
+from checkpoint.huggingface.safetensors_index import tensor_files, weight_files
 from contracts.errors import ConfigError, TandemError
 from coordinator.store.local_server import RedisServer, find_server, hide_password
 from engine.cuda.model.format_choice import experts_changed, kept_as, resolve_device_dtype
@@ -286,12 +287,25 @@ def explain_device(found: "Caps") -> Iterator[tuple[str, Level]]:
 
 
 def _speculation(options: argparse.Namespace) -> Iterator[tuple[str, Level]]:
-    from engine.speculative.choice import PROPOSERS, proposer_name
+    from engine.speculative.choice import EAGLE3, PROPOSERS, proposer_name
 
     chosen = proposer_name("auto", "cpu")
     yield (
         f"--speculate {', '.join(PROPOSERS)}: guess tokens without weights, on the CPU; auto takes {chosen}, and as "
         "many tokens as pay by what steps take and how many guesses are right; on a GPU it is off",
+        Level.OK,
+    )
+    checkpoint = open_checkpoint(options.model)
+    folder = shipped_head(checkpoint.name)
+    if folder is None:
+        words = f"no EAGLE3 head comes with this package for {checkpoint.name}"
+        yield f"{words}; --speculate takes the folder of one", Level.OK
+        return
+    head = open_eagle3(folder, checkpoint.config).config
+    nbytes = sum(file.stat().st_size for file in weight_files(folder))
+    yield (
+        f"--speculate {EAGLE3}: the EAGLE3 head that comes with the package, {nbytes / 1e6:.1f} MB, drafts "
+        f"{head.draft_vocab_size} of {head.vocab_size} tokens from layers {', '.join(map(str, head.aux_layers))}",
         Level.OK,
     )
 

@@ -54,8 +54,8 @@ OTHERWISE = {
 
 
 SPECULATION = "--speculative-config"
-DRAFTERS = ("ngram", "suffix")
-"""The methods of vLLM's that are served here, by the same names."""
+DRAFTERS = ("ngram", "suffix", "eagle3")
+"""The methods of vLLM's that are served here, by the same names; a head's folder in place of the last."""
 
 LENGTHS = {"--max-model-len", "--max-num-seqs", "--max-num-batched-tokens"}
 """The options whose number may have a unit."""
@@ -93,13 +93,14 @@ def _speculation(given: str) -> list[str]:
     try:
         config = json.loads(given)
         method, count = config.pop("method", None), config.pop("num_speculative_tokens", None)
+        head = config.pop("model", None) if method == "eagle3" else None
     except (ValueError, AttributeError, TypeError) as error:
         raise ConfigError(f"{SPECULATION} takes a JSON object, and got {given!r}") from error
     if method not in DRAFTERS:
         raise ConfigError(f"{SPECULATION}: the method {method!r} is not served; there are {', '.join(DRAFTERS)}")
     if config:
         raise ConfigError(f"{SPECULATION}: there is no equal here to {', '.join(config)}; leave it out")
-    return ["--speculate", method, *([] if count is None else ["--draft-tokens", str(count)])]
+    return ["--speculate", head or method, *([] if count is None else ["--draft-tokens", str(count)])]
 
 
 def _value(flag: str, given: str) -> str:

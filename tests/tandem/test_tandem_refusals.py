@@ -228,9 +228,11 @@ def test_numbers_may_have_vllm_s_units(given: str, told: str) -> None:
     [
         (['{"method": "ngram", "num_speculative_tokens": 5}'], ["--speculate", "ngram", "--draft-tokens", "5"]),
         (['{"method": "suffix"}', "--port", "0"], ["--speculate", "suffix", "--port", "0"]),
+        (['{"method": "eagle3"}'], ["--speculate", "eagle3"]),
+        (['{"method": "eagle3", "model": "./head"}'], ["--speculate", "./head"]),
     ],
 )
-def test_vllm_s_drafters_without_weights_are_ours(given: list[str], told: list[str]) -> None:
+def test_vllm_s_drafters_are_ours(given: list[str], told: list[str]) -> None:
     assert translated(["--speculative-config", *given]) == (told, [])
     assert translated([f"--speculative-config={given[0]}", *given[1:]]) == (told, [])
 
@@ -238,7 +240,7 @@ def test_vllm_s_drafters_without_weights_are_ours(given: list[str], told: list[s
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ('{"method": "eagle3", "model": "x"}', "the method 'eagle3' is not served; there are ngram, suffix"),
+        ('{"method": "medusa", "model": "x"}', "the method 'medusa' is not served; there are ngram, suffix, eagle3"),
         ('{"method": "ngram", "prompt_lookup_max": 4}', "there is no equal here to prompt_lookup_max; leave it out"),
         ("ngram", "takes a JSON object, and got 'ngram'"),
         ("[]", "takes a JSON object"),

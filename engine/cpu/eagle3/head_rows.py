@@ -1,0 +1,57 @@
+"""The rows that an EAGLE3 head computes, and the interface of a head."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from models.eagle3 import Eagle3Config
+
+
+@dataclass(frozen=True)
+class HeadRows:
+    """M rows of S sequences, those of one side by side in order.
+
+    Row i has `features_MH[i]`, what is known of the token before (fused from the target, or the head's own row), and
+    the token `tokens_M[i]`, whose place in its sequence is `slots_M[i]`, 1 at least: that is where its K and V go.
+    `owners_M`: rows of `tables_SN`, blocks. A row sees the slots of its sequence from `seen_from_S` on.
+    """
+
+    features_MH: torch.Tensor
+    tokens_M: np.ndarray
+    slots_M: np.ndarray
+    owners_M: np.ndarray
+    tables_SN: np.ndarray
+    seen_from_S: np.ndarray
+
+
+@dataclass(frozen=True)
+class HeadOutput:
+    """`logits` `[M, draft_vocab]` of what follows each row's token; `features_MH` for the row of that."""
+
+    logits: torch.Tensor
+    features_MH: torch.Tensor
+
+
+class Eagle3Head(Protocol):
+    """A head with its weights, over a draft cache."""
+
+    config: Eagle3Config
+    targets: np.ndarray
+    """`[draft_vocab]` the target's token of each that is drafted."""
+
+    def fuse(self, aux_MA: torch.Tensor) -> torch.Tensor:
+        """Return the features `[M, hidden]` of tokens by the target's rows of them.
+
+        Both are float32; `aux_MA` is `[M, fc_width]`.
+        """
+        ...
+
+    def write(self, rows: HeadRows) -> None:
+        """Write K and V of the rows in all layers."""
+        ...
+
+    def forward(self, rows: HeadRows) -> HeadOutput:
+        """Do the same, and compute what the rows say."""
+        ...

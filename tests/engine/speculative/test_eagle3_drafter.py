@@ -1,0 +1,124 @@
+"""EAGLE3 heads in the engine draft what the formulas say, whatever became of a sequence, and change no answer."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedModel
+
+from bench.models.transformers_oracle import greedy as oracle_greedy
+from checkpoint import open_checkpoint
+from contracts.errors import ConfigError
+from engine.engine import Engine
+from engine.loader import load_engine
+from tests.engine.driving import answers, greedy, random_prompts, settings
+from tests.engine.speculative.judged_drafts import judge, require_formulas
+from tests.engine.speculative.test_speculation import SAMPLINGS
+from tests.engine.speculative.tiny_heads import HEADS, ReferenceDrafts, save_head, specforge, speculators
+from tests.engine.tiny_models import VOCAB, save_tiny
+
+pytestmark = pytest.mark.slow
+
+LENGTHS = (1, 5, 16, 17, 40, 70)
+MAX_TOKENS, DRAFT_TOKENS = 30, 3
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
+    folder = tmp_path_factory.mktemp("target")
+    return folder, save_tiny(folder, "llama")
+
+
+@pytest.fixture(scope="module")
+def head(target: tuple[Path, PreTrainedModel], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = open_checkpoint(str(target[0])).config
+    return save_head(tmp_path_factory.mktemp("head"), speculators(), config)
+
+
+def engine_of(folder: Path, head: Path, **changes: Any) -> Engine:
+    chosen: dict[str, Any] = {"draft_tokens": DRAFT_TOKENS, "adapts_drafts": False} | changes
+    return load_engine(settings(model=str(folder), speculate=str(head), **chosen))
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_each_kind_of_head_drafts_what_its_formulas_say(target, tmp_path: Path, kind: str):
+    """Over right and wrong drafts, in a batch, with prompts in chunks, and behind prefix hits."""
+    folder, model = target
+    config = open_checkpoint(str(folder)).config
+    stated = save_head(tmp_path, HEADS[kind], config)
+    prompts = random_prompts(VOCAB, LENGTHS)
+    expected = [oracle_greedy(model, prompt, MAX_TOKENS) for prompt in prompts]
+    engine = engine_of(folder, stated, max_batched_tokens=48, max_mixed_tokens=16, max_num_seqs=4)
+    reference = ReferenceDrafts(stated, config, model)
+    judged = judge(engine, prompts, expected)
+    for _ in range(2):
+        judged.drafts.clear()
+        assert answers(engine, prompts, greedy(MAX_TOKENS)) == expected
+        assert len(judged.drafts) > 40
+        require_formulas(judged, reference)
+    assert engine.stats().prefix_hit_tokens > 0 < sum(engine.stats().num_accepted_by_place)
+
+
+def test_preemption_restores_what_the_head_has_read(target, head: Path):
+    folder, model = target
+    prompts = random_prompts(VOCAB, LENGTHS[:5])
+    expected = [oracle_greedy(model, prompt, 100) for prompt in prompts]
+    nbytes = 24 * load_engine(settings(model=str(folder))).layout.block_nbytes
+    engine = engine_of(folder, head, kv_cache_nbytes=nbytes)
+    judged = judge(engine, prompts, expected)
+    assert answers(engine, prompts, greedy(100)) == expected
+    assert engine.stats().num_preemptions > 0
+    reference = ReferenceDrafts(head, open_checkpoint(str(folder)).config, model)
+    require_formulas(judged, reference)
+
+
+@pytest.mark.parametrize("kind", SAMPLINGS)
+def test_answers_are_those_without_a_head(target, head: Path, kind: str):
+    folder, _ = target
+    prompts, sampling = random_prompts(VOCAB, LENGTHS), greedy(24, **SAMPLINGS[kind])
+    plain = answers(load_engine(settings(model=str(folder))), prompts, sampling)
+    engine = engine_of(folder, head, adapts_drafts=kind == "greedy")
+    assert answers(engine, prompts, sampling) == plain
+    assert engine.stats().num_drafts > 0
+
+
+def test_a_request_that_does_without_leaves_no_gap_for_those_behind(target, head: Path):
+    """Nothing was guessed of the first answer, and what the head has read of it serves the second."""
+    folder, model = target
+    (prompt,) = random_prompts(VOCAB, [40])
+    expected = oracle_greedy(model, prompt, 60)
+    engine = engine_of(folder, head)
+    assert answers(engine, [prompt], greedy(40, speculate=False)) == [expected[:40]]
+    assert engine.stats().num_drafts == 0
+    longer = prompt + expected[:38]
+    judged = judge(engine, [longer], [expected[38:]])
+    assert answers(engine, [longer], greedy(20)) == [expected[38:58]]
+    reference = ReferenceDrafts(head, open_checkpoint(str(folder)).config, model)
+    assert engine.stats().prefix_hit_tokens >= 64
+    require_formulas(judged, reference)
+
+
+@pytest.mark.parametrize(
+    ("stated", "words"),
+    [
+        (speculators({"vocab_size": 319}), "vocab_size is 319, the target's is 320"),
+        (speculators({"hidden_size": 64}), "hidden_size is 64, the target's rows have 96 columns"),
+        (specforge(eagle_config={"eagle_aux_hidden_state_layer_ids": [2]}), "what comes out of the last layer"),
+    ],
+)
+def test_a_head_that_does_not_fit_is_refused_by_the_name_of_the_field(
+    target, tmp_path: Path, stated: dict[str, Any], words: str
+):
+    (tmp_path / "config.json").write_text(json.dumps(stated))
+    if "last layer" in words:
+        save_head(tmp_path, stated, open_checkpoint(str(target[0])).config)
+    with pytest.raises(ConfigError, match=words):
+        engine_of(target[0], tmp_path)
+
+
+def test_a_head_that_is_not_there_is_told(target, tmp_path: Path):
+    with pytest.raises(ConfigError, match="is no EAGLE3 head"):
+        engine_of(target[0], tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="no head comes with this package for"):
+        load_engine(settings(model=str(target[0]), speculate="eagle3"))
