@@ -46,7 +46,7 @@ class Speculator:
         self._proposer, self._max_draft_tokens = proposer, max_draft_tokens
         self._max_model_len, self._is_adaptive = max_model_len, is_adaptive
         self._rates, self._times = AcceptanceRates(), RowTimes()
-        self._num_unpaid = 0
+        self._num_unpaid = self._num_costly = 0
         self.counters = DraftCounters(accepted_by_place=[0] * max_draft_tokens)
 
     def propose(self, sequences: SequenceOf[Sequence], max_rows: int) -> list[Draft]:
@@ -55,6 +55,8 @@ class Speculator:
         `sequences`: all that decode in it, a row each. `max_rows`: of all drafts together, at most.
         """
         limits = [self._limit(sequence) for sequence in sequences]
+        if self._is_adaptive and not self._proposer.is_free:
+            limits = self._worth_drafting(sequences, limits, max_rows)
         asked = [place for place, limit in enumerate(limits) if limit > 0]
         if not asked or max_rows <= 0:
             return [NO_DRAFT] * len(sequences)
@@ -71,7 +73,7 @@ class Speculator:
         self._rates.record(sequence, draft, num_accepted)
 
     def record_step(self, num_rows: int, span_s: float) -> None:
-        """Learn from a step of so many rows, all of answers."""
+        """Learn from a step of so many rows, all of answers. Its seconds have those of its drafts in them."""
         self._times.record(num_rows, span_s)
 
     def ended(self, sequence: Sequence) -> None:
@@ -91,17 +93,34 @@ class Speculator:
     def _lengths(self, sequences: SequenceOf[Sequence], drafts: SequenceOf[Draft], max_rows: int) -> list[int]:
         if not any(drafts):
             return [0] * len(drafts)
-        if not self._is_adaptive:
+        if not self._is_adaptive or not self._proposer.is_free:  # a draft that has cost its time is verified whole
             return _fitting([len(draft) for draft in drafts], max_rows)
         chances = [self._rates.chances(sequence, draft) for sequence, draft in zip(sequences, drafts, strict=True)]
-        lengths = choose_lengths(chances, len(sequences), max_rows, self._times.step_s)
+        return self._chosen(chances, max_rows)
+
+    def _worth_drafting(self, sequences: SequenceOf[Sequence], limits: SequenceOf[int], max_rows: int) -> list[int]:
+        """Return how many tokens to draft, by what is known before.
+
+        Now and then none: else it would not be known how long a step without takes.
+        """
+        if not any(limits):
+            return list(limits)
+        self._num_costly += 1
+        if self._num_costly % PROBE_PERIOD == 1:
+            return [0] * len(limits)
+        foretold = [self._rates.foretold(each, limit) for each, limit in zip(sequences, limits, strict=True)]
+        return self._chosen(foretold, max_rows)
+
+    def _chosen(self, chances: SequenceOf[SequenceOf[float]], max_rows: int) -> list[int]:
+        """Return the lengths that pay; now and then one token where none does."""
+        lengths = choose_lengths(chances, len(chances), max_rows, self._times.step_s)
         if any(lengths):
             return lengths
         self._num_unpaid += 1
         if self._num_unpaid % PROBE_PERIOD:
             return lengths
-        likeliest = max(range(len(drafts)), key=lambda place: chances[place][:1] or [0.0])
-        return [int(place == likeliest) for place in range(len(drafts))]
+        likeliest = max(range(len(chances)), key=lambda place: chances[place][0] if chances[place] else 0.0)
+        return [int(place == likeliest) for place in range(len(chances))]
 
 
 def _fitting(lengths: SequenceOf[int], max_rows: int) -> list[int]:

@@ -1,5 +1,6 @@
 """How many tokens of a draft are verified: as many as pay by what was measured."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -122,3 +123,43 @@ def test_no_token_is_drafted_that_the_answer_has_no_room_for(sampling, limit):
     sequence = sequence_of([1, 2])
     sequence.sampling = sequence.sampling.__class__(**{"max_tokens": 100, "seed": 1} | sampling)
     assert len(speculator.propose([sequence], 16)[0]) == limit
+
+
+class CostlyProposer(KnowingProposer):
+    """Takes a third of a step for each token that it drafts."""
+
+    is_free = False
+
+
+def run_steps(right: float, num_answers: int, num_steps: int = 400) -> list[list[int]]:
+    """Return the tokens that are drafted in each step, of drafts right so often and steps flat up to 16 rows."""
+    proposer = CostlyProposer()
+    sequences = [sequence_of([5, 6, 7], 1) for _ in range(num_answers)]
+    proposer.answers = {tuple(sequences[0].tokens[:1]): [6, 7, *[8] * 1000]}  # pyright: ignore[reportAttributeAccessIssue]
+    speculator, drafted = Speculator(proposer, 3, 4096), []
+    rng = np.random.default_rng(0)
+    for _ in range(num_steps):
+        drafts = speculator.propose(sequences, 1000)
+        drafted.append([len(draft) for draft in drafts])
+        num_rows = num_answers + sum(drafted[-1])
+        speculator.record_step(num_rows, 16 + max(0, num_rows - 16) + 16 / 3 * max(drafted[-1]))
+        for sequence, draft in zip(sequences, drafts, strict=True):
+            if draft:
+                wrong = np.flatnonzero(rng.random(len(draft)) >= right)
+                speculator.record_draft(sequence, draft, int(wrong[0]) if len(wrong) else len(draft))
+    return drafted
+
+
+def test_what_costs_a_third_of_a_step_is_drafted_where_it_is_right_often():
+    assert run_steps(0.9, 1)[-1] == [3]
+    assert sum(map(sum, run_steps(0.1, 1)[-100:])) < 10, "a probe now and then"
+
+
+def test_what_costs_is_not_drafted_where_rows_cost_as_well():
+    drafted = run_steps(0.5, 16)
+    assert sum(map(sum, drafted[-100:])) < 50
+
+
+def test_now_and_then_a_step_goes_without_so_that_its_time_is_known():
+    plain = [index for index, each in enumerate(run_steps(0.9, 1)) if not any(each)]
+    assert plain[:3] == [0, PROBE_PERIOD, 2 * PROBE_PERIOD]
