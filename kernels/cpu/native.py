@@ -58,6 +58,9 @@ class ModelStruct(Structure):
         ("layers", POINTER(LayerStruct)),
         ("final_gain", c_void_p),
         ("head", MatrixStruct),
+        ("feature_gain", c_void_p),
+        ("adds_normed", c_int32),
+        ("reserved", c_int32),
     )
 
 
@@ -65,8 +68,9 @@ class BatchStruct(Structure):
     """A batch as api.h has it."""
 
     _fields_ = (
-        *((name, c_int32) for name in ("num_rows", "num_wanted", "table_stride", "reserved")),
+        *((name, c_int32) for name in ("num_rows", "num_wanted", "table_stride", "num_aux")),
         *((name, c_void_p) for name in ("tokens", "positions", "sequences", "tables", "wanted", "hidden")),
+        *((name, c_void_p) for name in ("aux_layers", "aux", "features", "seen_from", "ends")),
     )
 
 

@@ -3,10 +3,13 @@
 import logging
 
 from checkpoint import Checkpoint, Progress
-from engine.backend import Backend
+from engine.backend import Backend, Drafting
 from engine.cache.sizing import blocks_in, cache_nbytes, kv_layout, model_len
+from engine.cpu.eagle3.drafter import Eagle3Drafter
+from engine.cpu.eagle3.loader import open_head
 from engine.cpu.kv_cache import KVCache
 from engine.cpu.native.choice import NATIVE
+from engine.cpu.native.eagle3_head import load_native_head
 from engine.cpu.native.runner import NativeRunner
 from engine.cpu.native.weights import load_native_model
 from engine.model_loader.checkpoint_weights import StoredWeightSource
@@ -31,10 +34,17 @@ def load_native_backend(
     """Return the model, ready to run. Raises ConfigError, which says what to do."""
     kernels.set_threads(num_threads)
     layout = kv_layout(checkpoint, settings.block_size, kv_dtype)
-    num_blocks = blocks_in(cache_nbytes(settings, layout, available_nbytes()), layout)
+    head = open_head(settings, checkpoint, layout)
+    draft_nbytes = 0 if head is None else head.block_nbytes
+    num_blocks = blocks_in(cache_nbytes(settings, layout, available_nbytes()), layout, draft_nbytes)
     max_model_len = model_len(checkpoint, settings, num_blocks * layout.block_size)
     cache = KVCache(layout, num_blocks)
     model = load_native_model(checkpoint.config, source, kernels, cache, max_model_len, progress)
+    drafting = None
+    if head is not None:
+        drafts, tensors = head.cache(num_blocks, settings.max_num_seqs), head.tensors(checkpoint, source)
+        drafter = Eagle3Drafter(load_native_head(tensors, kernels, drafts, model.struct, max_model_len), drafts)
+        drafting = Drafting(drafter, NativeRunner(kernels, model, drafter, head.aux_layers))
     _log.info("%s ready: %s, context of %d tokens", checkpoint.name, NATIVE, max_model_len)
     _log.info(
         "the KV cache holds %d tokens in %d MiB; TANDEM_KV_CACHE_MIB makes it larger or smaller",
@@ -43,4 +53,5 @@ def load_native_backend(
     )
     # One kernel for all rows: what an answer writes is what a prompt would.
     sampler = Sampler(checkpoint.eos_token_ids)
-    return Backend(cache, NativeRunner(kernels, model), sampler, NATIVE, max_model_len, caches_decoded_kv=True)
+    runner = NativeRunner(kernels, model)
+    return Backend(cache, runner, sampler, NATIVE, max_model_len, caches_decoded_kv=True, drafting=drafting)

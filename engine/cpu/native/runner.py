@@ -6,7 +6,7 @@ from collections.abc import Sequence as SequenceOf
 import numpy as np
 import torch
 
-from engine.backend import Computed, Written, ignore_progress
+from engine.backend import AuxReader, Computed, Written, ignore_progress
 from engine.cpu.native.weights import NativeModel
 from engine.sampling.prompt_logprobs import score, spans
 from engine.sampling.token_masks import TokenMasks
@@ -16,13 +16,20 @@ from kernels.cpu.native import BatchStruct, NativeKernels, NativeMatrix
 
 
 class NativeRunner:
-    """What CpuRunner is to torch's path."""
+    """What CpuRunner is to torch's path. `reader`, if there is one, takes in the rows of `aux_layers`."""
 
     early_planes = max_graph_rows = 0
     graph_rows: tuple[int, ...] = ()
 
-    def __init__(self, kernels: NativeKernels, model: NativeModel) -> None:
+    def __init__(
+        self,
+        kernels: NativeKernels,
+        model: NativeModel,
+        reader: AuxReader | None = None,
+        aux_layers: tuple[int, ...] = (),
+    ) -> None:
         self._kernels, self._model = kernels, model
+        self._reader, self._aux_layers = reader, np.array(aux_layers, np.int32)
         self._head = NativeMatrix(model.struct.head, ())
 
     @torch.inference_mode()
@@ -68,19 +75,26 @@ class NativeRunner:
         for row, piece in zip(tables, pieces, strict=True):
             row[: len(piece.sequence.blocks)] = piece.sequence.blocks
         rows = wanted.astype(np.int32)
-        hidden = np.empty((len(rows), self._model.struct.hidden_size), np.float32)
+        width = self._model.struct.hidden_size
+        hidden = np.empty((len(rows), width), np.float32)
+        aux = np.empty((len(tokens), len(self._aux_layers) * width), np.float32)
         batch = BatchStruct(
             num_rows=len(tokens),
             num_wanted=len(rows),
             table_stride=tables.shape[1],
+            num_aux=len(self._aux_layers),
             tokens=tokens.ctypes.data,
             positions=positions.ctypes.data,
             sequences=owners.ctypes.data,
             tables=tables.ctypes.data,
             wanted=rows.ctypes.data,
             hidden=hidden.ctypes.data,
+            aux_layers=self._aux_layers.ctypes.data,
+            aux=aux.ctypes.data,
         )
         self._kernels.forward(self._model.struct, batch)
+        if self._reader is not None:
+            self._reader.read(pieces, torch.from_numpy(aux))
         return hidden
 
 

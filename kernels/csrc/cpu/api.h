@@ -57,17 +57,28 @@ struct Model {
     const Layer* layers;
     const float* final_gain;
     Matrix head;
+    // Of a draft head, whose first layer takes embedding and feature side by side: q, k and v of that have twice the
+    // columns. `adds_normed`: what the layer adds to is the normalised feature.
+    const float* feature_gain;
+    int32_t adds_normed, reserved;
 };
 
 // M rows, the tokens of one sequence side by side in order. `wanted`: rows that go past the last attention, ascending.
+// What may be null: `aux_layers`, whose inputs are told; `features` of a draft head's rows; `seen_from`, the first
+// positions that are seen; `ends`.
 struct Batch {
-    int32_t num_rows, num_wanted, table_stride, reserved;
+    int32_t num_rows, num_wanted, table_stride, num_aux;
     const int32_t* tokens;     // [M]
     const int32_t* positions;  // [M]
     const int32_t* sequences;  // [M] rows of tables
     const int32_t* tables;     // [sequences, table_stride] blocks
     const int32_t* wanted;     // [num_wanted]
     float* hidden;             // out: [num_wanted, hidden_size], after the final norm
+    const int32_t* aux_layers; // [num_aux]
+    float* aux;                // out: [M, num_aux, hidden_size]
+    const float* features;     // [M, hidden_size]
+    const int32_t* seen_from;  // [sequences]
+    float* ends;               // out: [num_wanted, hidden_size], before the final norm
 };
 
 }  // extern "C"

@@ -134,8 +134,9 @@ INLINE void some_rows(int first, int last, Each&& each) {
     });
 }
 
-// Attention of a tile with one KV head. q [M, num_heads, head_dim], scaled, `q_stride` apart; the same for out.
-inline void attend_tile(const float* q, int64_t q_stride, const void* keys, const void* values, const AttentionShape& s, const int32_t* table, const Tile& tile, int kv_head, float* scratch, float* out) {
+// Attention of a tile with one KV head, over positions from `first_seen` on. q [M, num_heads, head_dim], scaled,
+// `q_stride` apart; the same for out.
+inline void attend_tile(const float* q, int64_t q_stride, const void* keys, const void* values, const AttentionShape& s, const int32_t* table, int64_t first_seen, const Tile& tile, int kv_head, float* scratch, float* out) {
     const int dim = s.head_dim, group = s.group(), rows = tile.count * group;
     float* keys_T = scratch;
     float* values_f = keys_T + CONTEXT * dim;
@@ -150,7 +151,8 @@ inline void attend_tile(const float* q, int64_t q_stride, const void* keys, cons
     for (int r = 0; r < rows; r++) peaks[r] = HIDDEN, totals[r] = 0.0f;
     for (int i = 0; i < rows * dim; i++) sums[i] = 0.0f;
     const int64_t last = tile.position + tile.count - 1;
-    const int64_t oldest = s.window && tile.position >= s.window ? tile.position - s.window + 1 : 0;
+    const int64_t in_window = s.window && tile.position >= s.window ? tile.position - s.window + 1 : 0;
+    const int64_t oldest = in_window > first_seen ? in_window : first_seen;
     for (int64_t first = oldest / CONTEXT * CONTEXT; first <= last; first += CONTEXT) {
         const void* tokens[CONTEXT];
         token_rows(keys, s, table, kv_head, first, last, tokens);
@@ -163,7 +165,8 @@ inline void attend_tile(const float* q, int64_t q_stride, const void* keys, cons
         });
         for (int r = begin; r < rows; r++) {
             const int64_t position = tile.position + r / group, to = position - first + 1;
-            const int64_t from = s.window ? position - s.window + 1 - first : 0;
+            const int64_t newest = s.window ? position - s.window + 1 : 0;
+            const int64_t from = (newest > first_seen ? newest : first_seen) - first;
             const int seen_to = int(to < CONTEXT ? to : CONTEXT);
             const int seen_from = int(from < 0 ? 0 : from < CONTEXT ? from : CONTEXT);
             weigh(scores + r * CONTEXT, seen_from, seen_to, peaks + r, totals + r, sums + r * dim, dim);

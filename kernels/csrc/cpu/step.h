@@ -88,7 +88,7 @@ inline int64_t cut_tiles(const int32_t* positions, const int32_t* sequences, int
 }
 
 // q [M, heads, head_dim], scaled, `q_stride` apart; out [M, heads * head_dim].
-inline void attend(const float* q, int64_t q_stride, const void* keys, const void* values, const AttentionShape& s, const int32_t* tables, int64_t table_stride, const int32_t* positions, const int32_t* sequences, int64_t num_rows, float* out) {
+inline void attend(const float* q, int64_t q_stride, const void* keys, const void* values, const AttentionShape& s, const Batch& batch, const int32_t* positions, const int32_t* sequences, int64_t num_rows, float* out) {
     Tile* tiles = scratch<Tile>(Slot::TILES, num_rows);
     const int64_t count = cut_tiles(positions, sequences, num_rows, tiles);
     const int64_t each = attention_scratch(s);
@@ -97,7 +97,9 @@ inline void attend(const float* q, int64_t q_stride, const void* keys, const voi
     parallel(count * s.num_kv_heads, [&](int64_t piece, int thread) {
         const Tile& tile = tiles[count - 1 - piece / s.num_kv_heads];
         const int kv_head = int(piece % s.num_kv_heads);
-        attend_tile(q, q_stride, keys, values, s, tables + tile.sequence * table_stride, tile, kv_head, room + thread * each, out);
+        const int32_t* table = batch.tables + int64_t(tile.sequence) * batch.table_stride;
+        const int64_t first_seen = batch.seen_from ? batch.seen_from[tile.sequence] : 0;
+        attend_tile(q, q_stride, keys, values, s, table, first_seen, tile, kv_head, room + thread * each, out);
     });
 }
 
@@ -154,6 +156,25 @@ inline void gated_mlp(const Model& m, const Layer& layer, float* x, int64_t num_
     }
 }
 
+// What goes into a layer, for who reads it.
+inline void tell_aux(const Batch& batch, int layer, const float* x, int64_t hidden) {
+    for (int64_t a = 0; a < batch.num_aux; a++) {
+        if (batch.aux_layers[a] != layer) continue;
+        float* out = batch.aux + a * hidden;
+        for (int64_t i = 0; i < batch.num_rows; i++)
+            memcpy(out + i * batch.num_aux * hidden, x + i * hidden, hidden * sizeof(float));
+    }
+}
+
+// The first layer of a draft head takes the norms of embedding and feature side by side: out [2 * hidden].
+inline void join_feature(const Model& m, const float* embedding_gain, int32_t token, float* x, float* out) {
+    const int64_t hidden = m.hidden_size;
+    widen_row(m.embedding_kind, m.embedding + token * m.embedding_row_nbytes, hidden, out);
+    normalise(out, embedding_gain, hidden, m.norm_eps, out);
+    normalise(x, m.feature_gain, hidden, m.norm_eps, out + hidden);
+    if (m.adds_normed) memcpy(x, out + hidden, hidden * sizeof(float));
+}
+
 inline void forward(const Model& m, const Batch& batch) {
     const tandem::Turn mine;
     const int64_t hidden = m.hidden_size, dim = m.head_dim, num_rows = batch.num_rows;
@@ -162,22 +183,31 @@ inline void forward(const Model& m, const Batch& batch) {
     float* qkv = scratch<float>(Slot::QKV, num_rows * width);
     float* mixed = scratch<float>(Slot::MIXED, num_rows * q_width);
     each_row(num_rows, [&](int64_t i) {
-        widen_row(m.embedding_kind, m.embedding + batch.tokens[i] * m.embedding_row_nbytes, hidden, x + i * hidden);
+        if (batch.features)
+            memcpy(x + i * hidden, batch.features + i * hidden, hidden * sizeof(float));
+        else
+            widen_row(m.embedding_kind, m.embedding + batch.tokens[i] * m.embedding_row_nbytes, hidden, x + i * hidden);
     });
     const int32_t *positions = batch.positions, *sequences = batch.sequences;
     int64_t kept = num_rows;
     for (int l = 0; l < m.num_layers; l++) {
         const Layer& layer = m.layers[l];
-        float* normed = scratch<float>(Slot::NORMED, num_rows * hidden);
+        tell_aux(batch, l, x, hidden);
+        const bool joins = batch.features && l == 0;
+        const int64_t columns = joins ? 2 * hidden : hidden;
+        float* normed = scratch<float>(Slot::NORMED, num_rows * columns);
         each_row(num_rows, [&](int64_t i) {
-            normalise(x + i * hidden, layer.attention_gain, hidden, m.norm_eps, normed + i * hidden);
+            if (joins)
+                join_feature(m, layer.attention_gain, batch.tokens[i], x + i * hidden, normed + i * columns);
+            else
+                normalise(x + i * hidden, layer.attention_gain, hidden, m.norm_eps, normed + i * hidden);
         });
         const Target parts[3] = {
             {&layer.q, qkv, width, false},
             {&layer.k, qkv + q_width, width, false},
             {&layer.v, qkv + q_width + kv_width, width, false},
         };
-        multiply_all(normed, num_rows, hidden, parts, 3);
+        multiply_all(normed, num_rows, columns, parts, 3);
         each_row(num_rows, [&](int64_t i) { finish_qkv(m, layer, batch, i, qkv + i * width); });
         if (l + 1 == m.num_layers && batch.num_wanted < num_rows) {
             // Nobody reads what the last layer makes of the other rows, once their K and V are written.
@@ -191,13 +221,14 @@ inline void forward(const Model& m, const Batch& batch) {
             }
             positions = left, sequences = left + num_rows;
         }
-        attend(qkv, width, layer.keys, layer.values, shape_of(m, layer), batch.tables, batch.table_stride, positions, sequences, kept, mixed);
+        attend(qkv, width, layer.keys, layer.values, shape_of(m, layer), batch, positions, sequences, kept, mixed);
         const Target output{&layer.output, x, hidden, true};
         multiply_all(mixed, kept, q_width, &output, 1);
         gated_mlp(m, layer, x, kept);
     }
     for (int64_t i = 0; i < kept; i++)
         normalise(x + i * hidden, m.final_gain, hidden, m.norm_eps, batch.hidden + i * hidden);
+    if (batch.ends) memcpy(batch.ends, x, kept * hidden * sizeof(float));
 }
 
 // x [M, k] -> y [M, n]

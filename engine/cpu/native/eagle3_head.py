@@ -1,0 +1,186 @@
+"""An EAGLE3 head on the native kernels, beside the native step."""
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import quantize
+
+from contracts.errors import ConfigError
+from engine.cpu.eagle3.draft_cache import DraftCache
+from engine.cpu.eagle3.head_rows import HeadOutput, HeadRows
+from engine.model.rotary_embedding import rope_frequencies
+from engine.model_loader.eagle3_tensors import Eagle3Tensors
+from kernels.cpu.native import BatchStruct, LayerStruct, ModelStruct, NativeKernels, NativeMatrix
+from models.eagle3 import Eagle3Config
+
+_EMBEDDING_KINDS = {
+    torch.float32: GGMLQuantizationType.F32,
+    torch.float16: GGMLQuantizationType.F16,
+    torch.bfloat16: GGMLQuantizationType.BF16,
+}
+
+
+class NativeEagle3Head:
+    """See engine.cpu.eagle3.head_rows.Eagle3Head. `held`: all that the struct points to."""
+
+    def __init__(
+        self,
+        config: Eagle3Config,
+        targets: np.ndarray,
+        kernels: NativeKernels,
+        struct: ModelStruct,
+        fc: NativeMatrix,
+        aux_gains: tuple[np.ndarray, ...],
+        held: tuple[Any, ...],
+    ) -> None:
+        self.config, self.targets = config, targets
+        self._kernels, self._struct, self._held = kernels, struct, held
+        self._fc, self._aux_gains = fc, aux_gains
+        self._output = NativeMatrix(struct.head, ())
+
+    def fuse(self, aux_MA: torch.Tensor) -> torch.Tensor:
+        aux = aux_MA.numpy()
+        if self._aux_gains:
+            parts = np.split(aux, len(self._aux_gains), 1)
+            aux = np.concatenate([self._norm(part, gain) for part, gain in zip(parts, self._aux_gains, strict=True)], 1)
+        return torch.from_numpy(self._kernels.linear(self._fc, np.ascontiguousarray(aux)))
+
+    def write(self, rows: HeadRows) -> None:
+        self._compute(rows, 0)
+
+    def forward(self, rows: HeadRows) -> HeadOutput:
+        normed, ends = self._compute(rows, len(rows.tokens_M))
+        logits = torch.from_numpy(self._kernels.linear(self._output, normed))
+        return HeadOutput(logits, torch.from_numpy(normed if self.config.norm_output else ends))
+
+    def _compute(self, rows: HeadRows, num_wanted: int) -> tuple[np.ndarray, np.ndarray]:
+        """Write K and V of all rows; return the last rows of the first ones, with the final norm and without."""
+        features = np.ascontiguousarray(rows.features_MH.numpy(), np.float32)
+        tables = np.ascontiguousarray(rows.tables_SN)
+        wanted = np.arange(num_wanted, dtype=np.int32)
+        normed, ends = (np.empty((num_wanted, self.config.hidden_size), np.float32) for _ in range(2))
+        batch = BatchStruct(
+            num_rows=len(rows.tokens_M),
+            num_wanted=num_wanted,
+            table_stride=tables.shape[1],
+            tokens=rows.tokens_M.ctypes.data,
+            positions=rows.slots_M.ctypes.data,
+            sequences=rows.owners_M.ctypes.data,
+            tables=tables.ctypes.data,
+            wanted=wanted.ctypes.data,
+            hidden=normed.ctypes.data,
+            features=features.ctypes.data,
+            seen_from=rows.seen_from_S.ctypes.data,
+            ends=ends.ctypes.data,
+        )
+        self._kernels.forward(self._struct, batch)
+        return normed, ends
+
+    def _norm(self, x: np.ndarray, gain: np.ndarray) -> np.ndarray:
+        """x / sqrt(mean(x^2) + eps) * gain."""
+        return x / np.sqrt(np.mean(x * x, 1, keepdims=True) + np.float32(self.config.norm_eps)) * gain
+
+
+def load_native_head(
+    tensors: Eagle3Tensors, kernels: NativeKernels, cache: DraftCache, target: ModelStruct, max_model_len: int
+) -> NativeEagle3Head:
+    """Return the head, its matrices in Q8_0, or in float32 where KV is.
+
+    Raises ConfigError, which names the field, for widths that the native step does not take.
+    """
+    _require_widths(tensors.config)
+    return _NativeHeadLoader(tensors, kernels, cache).load(target, max_model_len)
+
+
+def _require_widths(config: Eagle3Config) -> None:
+    for name in ("hidden_size", "target_hidden_size", "intermediate_size", "head_dim"):
+        if (width := getattr(config, name)) % 32:
+            raise ConfigError(f"the head's {name} is {width}; the native step takes multiples of 32: set another dtype")
+
+
+class _NativeHeadLoader:
+    def __init__(self, tensors: Eagle3Tensors, kernels: NativeKernels, cache: DraftCache) -> None:
+        self._tensors, self._kernels, self._cache = tensors, kernels, cache.kv
+        is_exact = cache.kv.dtype is torch.float32
+        self._kind = GGMLQuantizationType.F32 if is_exact else GGMLQuantizationType.Q8_0
+        self._held: list[Any] = [cache]
+
+    def load(self, target: ModelStruct, max_model_len: int) -> NativeEagle3Head:
+        tensors, config = self._tensors, self._tensors.config
+        layers = (LayerStruct * config.num_layers)()
+        for index, layer in enumerate(layers):
+            self._fill(layer, index)
+        # A row's position is that of its feature, one before its slot.
+        rope = torch.view_as_real(rope_frequencies(config, max_model_len)).flatten(1)
+        struct = ModelStruct(
+            hidden_size=config.hidden_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            inner_size=config.intermediate_size,
+            num_layers=config.num_layers,
+            block_size=self._cache.group.block_size,
+            is_kv_float32=int(self._cache.dtype is torch.float32),
+            norm_eps=config.norm_eps,
+            rope=self._hold(torch.cat([rope[:1], rope])),
+            layers=ctypes.cast(layers, ctypes.POINTER(LayerStruct)),
+            final_gain=self._hold(tensors.gain("norm")),
+            head=self._packed(tensors.output()).struct,
+            feature_gain=self._hold(tensors.gain("layers.0.hidden_norm")),
+            adds_normed=int(config.norm_before_residual),
+        )
+        self._embed(struct, target)
+        fc = self._packed(tensors.tensor("fc.weight"))
+        held = (layers, target, *self._held)
+        return NativeEagle3Head(config, tensors.targets(), self._kernels, struct, fc, self._aux_gains(), held)
+
+    def _fill(self, layer: LayerStruct, index: int) -> None:
+        tensors, prefix = self._tensors, f"layers.{index}."
+        for field, name in (("q", "q"), ("k", "k"), ("v", "v"), ("output", "o")):
+            setattr(layer, field, self._packed(*tensors.projection(index, name)).struct)
+        for field in ("gate", "up", "down"):
+            setattr(layer, field, self._packed(tensors.tensor(f"{prefix}mlp.{field}_proj.weight")).struct)
+        layer.attention_gain = self._hold(tensors.gain(prefix + "input_layernorm"))
+        layer.mlp_gain = self._hold(tensors.gain(prefix + "post_attention_layernorm"))
+        layer.q_gain = self._hold(tensors.head_gain(index, "q"))
+        layer.k_gain = self._hold(tensors.head_gain(index, "k"))
+        pages = self._cache.pages(index)
+        layer.keys = pages.data_ptr()
+        layer.values = pages.data_ptr() + pages.numel() * pages.element_size() // 2
+
+    def _embed(self, struct: ModelStruct, target: ModelStruct) -> None:
+        """Have the head read its own embedding, or the target's."""
+        own = self._tensors.own_embedding()
+        if own is None:
+            struct.embedding, struct.embedding_kind = target.embedding, target.embedding_kind
+            struct.embedding_row_nbytes = target.embedding_row_nbytes
+            return
+        rows = own.contiguous()
+        self._held.append(rows)
+        struct.embedding, struct.embedding_kind = rows.data_ptr(), _EMBEDDING_KINDS[own.dtype]
+        struct.embedding_row_nbytes = rows.shape[1] * rows.element_size()
+
+    def _aux_gains(self) -> tuple[np.ndarray, ...]:
+        config, tensors = self._tensors.config, self._tensors
+        if config.norm_before_fc:
+            return (tensors.gain("input_norm").numpy(),)
+        if config.fc_norm:
+            return tuple(tensors.gain(f"fc_norm.{index}").numpy() for index in range(len(config.aux_layers)))
+        return ()
+
+    def _packed(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> NativeMatrix:
+        values = np.ascontiguousarray(weight.numpy(), np.float32)
+        rows = values.view(np.uint8) if self._kind is GGMLQuantizationType.F32 else quantize(values, self._kind)
+        matrix = self._kernels.pack(self._kind, rows, None if bias is None else bias.numpy())
+        self._held.append(matrix)
+        return matrix
+
+    def _hold(self, tensor: torch.Tensor | None) -> int | None:
+        if tensor is None:
+            return None
+        array = np.ascontiguousarray(tensor.numpy(), np.float32)
+        self._held.append(array)
+        return array.ctypes.data

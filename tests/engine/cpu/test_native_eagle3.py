@@ -1,0 +1,76 @@
+"""An EAGLE3 head on the native kernels drafts what the formulas say, where nothing is rounded."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.models.transformers_oracle import greedy as oracle_greedy
+from checkpoint import open_checkpoint
+from contracts.errors import ConfigError
+from kernels.cpu.native import LEVELS, load_kernels
+from tests.engine.cpu.test_native import SHAPE, native_engine
+from tests.engine.driving import answers, greedy, random_prompts
+from tests.engine.speculative.judged_drafts import judge, require_formulas
+from tests.engine.speculative.tiny_heads import ReferenceDrafts, save_head, speculators
+from tests.engine.tiny_models import VOCAB, save_tiny
+
+pytestmark = pytest.mark.slow
+
+WIDTHS = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+HEADS: dict[str, dict[str, Any]] = {
+    "plain": speculators(WIDTHS),
+    "norms before": speculators(WIDTHS, norm_before_residual=True, norm_before_fc=True),
+    "norms of each": speculators(WIDTHS, fc_norm=True, norm_output=True),
+    "two layers": speculators(WIDTHS | {"model_type": "qwen3", "num_hidden_layers": 2, "attention_bias": True}),
+    "narrow": speculators(WIDTHS | {"hidden_size": 64}, target_hidden_size=128),
+}
+LENGTHS = [1, 7, 70, 33, 16]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory):
+    folder = tmp_path_factory.mktemp("target")
+    model = save_tiny(folder, "llama", **SHAPE)
+    prompts = random_prompts(VOCAB, LENGTHS)
+    return folder, model, prompts, [oracle_greedy(model, prompt, 30) for prompt in prompts]
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_drafts_are_those_of_the_formulas(target, tmp_path: Path, kind: str):
+    folder, model, prompts, expected = target
+    config = open_checkpoint(str(folder)).config
+    head = save_head(tmp_path, HEADS[kind], config)
+    changes: dict[str, Any] = {"max_batched_tokens": 48, "max_num_seqs": 3, "speculate": str(head)}
+    engine = native_engine(folder, adapts_drafts=False, **changes)
+    judged = judge(engine, prompts, expected)
+    for _ in range(2):  # the second time behind prefix hits
+        judged.drafts.clear()
+        assert answers(engine, prompts, greedy(30)) == expected
+        require_formulas(judged, ReferenceDrafts(head, config, model))
+    assert engine.stats().prefix_hit_tokens > 0 < sum(engine.stats().num_accepted_by_place)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_instruction_set_drafts_alike(target, tmp_path: Path, level: str):
+    folder, model, prompts, expected = target
+    config = open_checkpoint(str(folder)).config
+    head = save_head(tmp_path, HEADS["norms before"], config)
+    kernels = load_kernels()
+    if kernels.set_level(level) != level:
+        pytest.skip(f"this CPU has no {level}")
+    try:
+        engine = native_engine(folder, adapts_drafts=False, speculate=str(head))
+        judged = judge(engine, prompts, expected)
+        assert answers(engine, prompts, greedy(30)) == expected
+        require_formulas(judged, ReferenceDrafts(head, config, model))
+    finally:
+        kernels.set_level(kernels.best_level)
+
+
+def test_a_head_of_another_width_is_refused_by_its_name(target, tmp_path: Path):
+    folder, *_ = target
+    stated = speculators(WIDTHS | {"intermediate_size": 136})
+    head = save_head(tmp_path, stated, open_checkpoint(str(folder)).config)
+    with pytest.raises(ConfigError, match="the head's intermediate_size is 136; the native step takes multiples of 32"):
+        native_engine(folder, speculate=str(head))
