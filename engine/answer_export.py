@@ -10,6 +10,8 @@ What was told is held for its reader beside the request. It stays right whatever
 preempted one, the KV of these tokens is computed again in other blocks, and later ones come from there.
 """
 
+from collections.abc import Callable
+
 from contracts.ids import BlockId, RequestId
 from engine.backend import PagedCache
 from engine.cache.block_pool import BlockPool
@@ -20,10 +22,21 @@ from engine.sequence_table import SequenceTable
 
 
 class AnswerExport:
-    """See the module's docstring. All calls come between steps; an unknown request raises KeyError."""
+    """See the module's docstring. All calls come between steps; an unknown request raises KeyError.
 
-    def __init__(self, table: SequenceTable, scheduler: Scheduler, pool: BlockPool, cache: PagedCache) -> None:
+    `settle`: see engine.backend.Drafter; called before the last of a sequence is told.
+    """
+
+    def __init__(
+        self,
+        table: SequenceTable,
+        scheduler: Scheduler,
+        pool: BlockPool,
+        cache: PagedCache,
+        settle: Callable[[Sequence], None],
+    ) -> None:
         self._table, self._scheduler, self._pool, self._cache = table, scheduler, pool, cache
+        self._settle = settle
 
     def blocks(self, request_id: RequestId) -> ChunkDone | None:
         """Tell the full blocks that are computed and were not told yet.
@@ -56,6 +69,7 @@ class AnswerExport:
         sequence = self._table[request_id]
         if sequence.status is not Status.PAUSED or not sequence.is_decoding:
             return None
+        self._settle(sequence)
         num_tokens = len(sequence.tokens) - 1
         return AnswerTail(self._tell(sequence, num_tokens), num_tokens)
 

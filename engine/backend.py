@@ -152,11 +152,19 @@ class AuxReader(Protocol):
         ...
 
 
+def ignore_leaving(sequence: Sequence) -> None:
+    """Nothing of a draft has to leave with the sequence."""
+
+
 class Drafter(Proposer, Protocol):
     """A proposer that computes on the device what it drafts, from rows of the target."""
 
     def emptied(self, blocks: SequenceOf[BlockId]) -> None:
         """Take note that what the drafter keeps of these blocks is of other tokens from now on."""
+        ...
+
+    def settle(self, sequence: Sequence) -> None:
+        """Put what its next draft takes into the sequence's blocks, which are about to leave."""
         ...
 
 

@@ -24,7 +24,7 @@ from contracts.events import Token
 from contracts.ids import RequestId
 from contracts.layout import KVLayout
 from engine.answer_export import AnswerExport
-from engine.backend import Backend
+from engine.backend import Backend, ignore_leaving
 from engine.batch_sampling import TokenDraws
 from engine.cache.block_pool import BlockPool, ignore_emptied
 from engine.cache.deferred_release import DeferredRelease
@@ -102,7 +102,8 @@ class Engine:
             table, scheduler, pool, prefix_cache, intake, grammars, requests, stop_check, self.runner, vocab_size,
             max_model_len, settings.max_num_seqs, self.pipeline.has_work,
         )  # fmt: skip
-        self.exports = AnswerExport(table, scheduler, pool, cache)
+        settle = ignore_leaving if drafting is None else drafting.drafter.settle
+        self.exports = AnswerExport(table, scheduler, pool, cache, settle)
         self.prefix_exports = PrefixExport(table, pool, cache)
 
     @property

@@ -12,6 +12,7 @@ from engine.cpu.eagle3.drafter import Eagle3Drafter
 from engine.cpu.eagle3.loader import open_head
 from engine.cpu.eagle3.torch_head import load_torch_head
 from engine.cpu.format_choice import resolve_dtype
+from engine.cpu.joint_cache import JointCache
 from engine.cpu.kv_cache import KVCache
 from engine.cpu.linear import FORMATS
 from engine.cpu.native.choice import NATIVE, native_kernels
@@ -45,12 +46,12 @@ def load_cpu_backend(settings: EngineSettings, checkpoint: Checkpoint, progress:
     weights = load_weights(checkpoint.config, source, number_format, progress)
     model = Decoder(checkpoint.config, weights, max_model_len, () if head is None else head.aux_layers)
     cache = KVCache(layout, num_blocks)
-    drafting = None
+    drafting, whole = None, cache
     if head is not None:
         drafts, tensors = head.cache(num_blocks, settings.max_num_seqs), head.tensors(checkpoint, source)
         own = load_torch_head(tensors, number_format, drafts, weights.embedding, max_model_len)
         drafter = Eagle3Drafter(own, drafts)
-        drafting = Drafting(drafter, CpuRunner(model, cache, drafter))
+        drafting, whole = Drafting(drafter, CpuRunner(model, cache, drafter)), JointCache(cache, drafts.pages)
     _log.info("%s ready: %s, context of %d tokens", checkpoint.name, dtype, max_model_len)
     _log.info(
         "the KV cache holds %d tokens in %d MiB; TANDEM_KV_CACHE_MIB makes it larger or smaller",
@@ -60,4 +61,4 @@ def load_cpu_backend(settings: EngineSettings, checkpoint: Checkpoint, progress:
     # Where prompts and answers are computed in different formats, an answer's KV is not what a prompt's would be.
     caches_decoded_kv = number_format.is_uniform
     sampler = Sampler(checkpoint.eos_token_ids)
-    return Backend(cache, CpuRunner(model, cache), sampler, dtype, max_model_len, caches_decoded_kv, drafting)
+    return Backend(whole, CpuRunner(model, cache), sampler, dtype, max_model_len, caches_decoded_kv, drafting)

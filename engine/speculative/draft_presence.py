@@ -6,15 +6,15 @@ import numpy as np
 
 
 class DraftPresence:
-    """The tokens that were computed on this worker, with the draft model beside.
+    """The tokens that were computed with the draft model beside, here or where their block came from.
 
-    What came by a handoff or from a lower tier was not. So a sequence has a run of such tokens, up to its newest; for
-    each block the first of them is kept.
+    What came without its pages was not. So a sequence has a run of such tokens, up to its newest; for each block the
+    first of them is kept, in `first_N` `[num_blocks]` int32, which moves with the block's pages.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        self._size = block_size
-        self._first = np.full(num_blocks, block_size, np.int32)
+    def __init__(self, first_N: np.ndarray, block_size: int) -> None:
+        self._size, self._first = block_size, first_N
+        first_N[:] = block_size
 
     def forget(self, blocks: SequenceOf[int]) -> None:
         """Note that nothing is known of what these blocks hold."""
@@ -28,10 +28,11 @@ class DraftPresence:
         self._first[within[0]] = begin
 
     def run_start(self, blocks: SequenceOf[int], end: int) -> int:
-        """Return the token from which on all up to `end` were computed here.
+        """Return the token from which on all up to `end` were read.
 
         It is `end` if the one before it was not.
         """
-        firsts = self._first[np.array(blocks[: -(-end // self._size)], np.int64)]
+        # Within bounds whatever a peer wrote: attention begins there.
+        firsts = self._first[np.array(blocks[: -(-end // self._size)], np.int64)].clip(0, self._size)
         cut = np.flatnonzero(firsts)
         return min(end, int(cut[-1]) * self._size + int(firsts[cut[-1]])) if len(cut) else 0

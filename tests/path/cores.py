@@ -5,7 +5,7 @@ pair but its fronts. Not a test.
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -105,7 +105,7 @@ def _device_engine(settings: EngineSettings, dtype: str) -> Engine:
 
 
 class Cores:
-    """A pair. `device_dtypes`, `besides`: see Worker. `changes`: of the settings of both."""
+    """A pair. `device_dtypes`, `besides`: see Worker. `changes`: of the settings of both; `of_prefill`: of its own."""
 
     def __init__(
         self,
@@ -113,10 +113,11 @@ class Cores:
         transfer: str,
         device_dtypes: tuple[str, str] = ("", ""),
         besides: tuple[Sequence[KVGroup], Sequence[KVGroup]] = ((), ()),
+        of_prefill: Mapping[str, Any] | None = None,
         **changes: Any,
     ) -> None:
-        secret = secrets.token_hex(8)
-        self.prefill = Worker(WorkerRole.PREFILL, model, transfer, secret, device_dtypes[0], besides[0], **changes)
+        secret, own = secrets.token_hex(8), {**changes, **(of_prefill or {})}
+        self.prefill = Worker(WorkerRole.PREFILL, model, transfer, secret, device_dtypes[0], besides[0], **own)
         self.decode = Worker(WorkerRole.DECODE, model, transfer, secret, device_dtypes[1], besides[1], **changes)
         self._num_asked = 0
 

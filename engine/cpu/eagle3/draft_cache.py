@@ -1,34 +1,45 @@
 """The cache of a draft head: pages that are addressed by the target's block ids."""
 
+from functools import cached_property
+
+import msgspec
+import numpy as np
 import torch
 
-from contracts.layout import KVGroup, KVLayout
+from contracts.layout import ITEM_NBYTES, KVGroup, KVLayout
+from engine.cpu.joint_cache import GroupPages
 from engine.cpu.kv_cache import KVCache
 from models.eagle3 import Eagle3Config
 
+_PRESENCE_NBYTES = 4
+"""The end of a block's row: int32, see engine.speculative.draft_presence."""
+
 
 def draft_layout(target: KVLayout, config: Eagle3Config, weights: str) -> KVLayout:
-    """Return how a head's KV lies in pages beside its target's; `weights` is the fingerprint of the head."""
-    group = KVGroup(
+    """Return how a head's state lies in pages beside its target's.
+
+    It has two groups: KV, and of each block a row with the feature of its newest token and what of it the head has
+    read. `weights` is the fingerprint of the head.
+    """
+    dtype = target.model_part.only_group.dtype
+    kv = KVGroup(
         kind="draft",
         layers=tuple(range(config.num_layers)),
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         block_size=target.block_size,
-        dtype=target.only_group.dtype,
+        dtype=dtype,
         weights=weights,
     )
-    return KVLayout(model=target.model, block_size=target.block_size, groups=(group,))
-
-
-def draft_nbytes(layout: KVLayout, config: Eagle3Config) -> int:
-    """Return the bytes that a block takes here: KV, and the feature of its newest token."""
-    return layout.block_nbytes + config.hidden_size * layout.only_group.page_nbytes(1) // _page_items(layout)
-
-
-def _page_items(layout: KVLayout) -> int:
-    group = layout.only_group
-    return group.num_kv_heads * group.block_size * group.head_dim
+    row = msgspec.structs.replace(
+        kv,
+        kind="draft_row",
+        layers=(0,),
+        planes=("row",),
+        num_kv_heads=1,
+        head_dim=config.hidden_size + _PRESENCE_NBYTES // ITEM_NBYTES[dtype],
+    )
+    return KVLayout(model=target.model, block_size=target.block_size, groups=(kv, row))
 
 
 class DraftCache:
@@ -36,12 +47,21 @@ class DraftCache:
 
     Slot j of a sequence holds what the head made of token j and the target's rows of token j - 1, so a block depends on
     the tokens up to its end alone; slot 0 is empty. The first slot of the next block needs the feature of this one's
-    last token, hence `features_NH` `[num_blocks, hidden]`, in the number format of the KV.
+    last token, hence `features_NH` `[num_blocks, hidden]`, in the number format of the KV. `presence_N` `[num_blocks]`
+    int32 belongs to engine.speculative.draft_presence. Both lie in pages, so they go where a block's KV goes.
 
     Behind the blocks there are `num_spare` more, for drafts that run beyond the blocks of their sequence.
     """
 
     def __init__(self, layout: KVLayout, config: Eagle3Config, num_blocks: int, num_spare: int) -> None:
-        self.num_blocks, self.num_spare = num_blocks, num_spare
-        self.kv = KVCache(layout, num_blocks + num_spare)
-        self.features_NH = torch.zeros(num_blocks, config.hidden_size, dtype=self.kv.dtype)
+        self.num_blocks, self.num_spare, self._layout = num_blocks, num_spare, layout
+        self.kv = KVCache(layout.of_groups([0]), num_blocks + num_spare)
+        self._rows = np.zeros((1, num_blocks, layout.groups[1].page_nbytes(1)), np.uint8)
+        self.features_NH = torch.from_numpy(self._rows[0]).view(self.kv.dtype)[:, : config.hidden_size]
+        self.presence_N: np.ndarray = self._rows[0, :, -_PRESENCE_NBYTES:].view(np.int32)[:, 0]
+
+    @cached_property
+    def pages(self) -> list[GroupPages]:
+        """The pages of both groups, for whoever moves or keeps blocks."""
+        kv, row = self._layout.groups
+        return [GroupPages(kv, self.kv.pool_bytes), GroupPages(row, self._rows)]

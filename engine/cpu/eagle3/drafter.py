@@ -45,11 +45,16 @@ class Eagle3Drafter:
     def __init__(self, head: Eagle3Head, cache: DraftCache) -> None:
         self._head, self._cache = head, cache
         self._size = cache.kv.layout.block_size
-        self._presence = DraftPresence(cache.num_blocks, self._size)
+        self._presence = DraftPresence(cache.presence_N, self._size)
         self._verified: WeakKeyDictionary[Sequence, _Verified] = WeakKeyDictionary()
 
     def emptied(self, blocks: SequenceOf[int]) -> None:
         self._presence.forget(blocks)
+
+    def settle(self, sequence: Sequence) -> None:
+        newest = len(sequence.tokens) - 2
+        if (feature := self._feature(sequence, newest)) is not None:
+            self._cache.features_NH[sequence.blocks[newest // self._size]] = feature[0]
 
     def ended(self, sequence: Sequence) -> None:
         self._verified.pop(sequence, None)

@@ -9,7 +9,7 @@ from checkpoint.fingerprint import weights_fingerprint
 from checkpoint.huggingface.eagle3_folder import Eagle3Folder, open_eagle3, shipped_head
 from contracts.errors import ConfigError
 from contracts.layout import KVLayout
-from engine.cpu.eagle3.draft_cache import DraftCache, draft_layout, draft_nbytes
+from engine.cpu.eagle3.draft_cache import DraftCache, draft_layout
 from engine.cpu.eagle3.drafter import spare_blocks
 from engine.model_loader.checkpoint_weights import WeightSource
 from engine.model_loader.decoder_tensors import ModelTensors
@@ -33,7 +33,7 @@ class DraftHead:
 
     @property
     def block_nbytes(self) -> int:
-        return draft_nbytes(self.layout, self.folder.config)
+        return self.layout.block_nbytes
 
     def cache(self, num_blocks: int, max_num_seqs: int) -> DraftCache:
         num_spare = max_num_seqs * spare_blocks(self.layout.block_size)

@@ -7,6 +7,7 @@ from engine.backend import Backend, Drafting
 from engine.cache.sizing import blocks_in, cache_nbytes, kv_layout, model_len
 from engine.cpu.eagle3.drafter import Eagle3Drafter
 from engine.cpu.eagle3.loader import open_head
+from engine.cpu.joint_cache import JointCache
 from engine.cpu.kv_cache import KVCache
 from engine.cpu.native.choice import NATIVE
 from engine.cpu.native.eagle3_head import load_native_head
@@ -40,11 +41,12 @@ def load_native_backend(
     max_model_len = model_len(checkpoint, settings, num_blocks * layout.block_size)
     cache = KVCache(layout, num_blocks)
     model = load_native_model(checkpoint.config, source, kernels, cache, max_model_len, progress)
-    drafting = None
+    drafting, whole = None, cache
     if head is not None:
         drafts, tensors = head.cache(num_blocks, settings.max_num_seqs), head.tensors(checkpoint, source)
         drafter = Eagle3Drafter(load_native_head(tensors, kernels, drafts, model.struct, max_model_len), drafts)
         drafting = Drafting(drafter, NativeRunner(kernels, model, drafter, head.aux_layers))
+        whole = JointCache(cache, drafts.pages)
     _log.info("%s ready: %s, context of %d tokens", checkpoint.name, NATIVE, max_model_len)
     _log.info(
         "the KV cache holds %d tokens in %d MiB; TANDEM_KV_CACHE_MIB makes it larger or smaller",
@@ -54,4 +56,4 @@ def load_native_backend(
     # One kernel for all rows: what an answer writes is what a prompt would.
     sampler = Sampler(checkpoint.eos_token_ids)
     runner = NativeRunner(kernels, model)
-    return Backend(cache, runner, sampler, NATIVE, max_model_len, caches_decoded_kv=True, drafting=drafting)
+    return Backend(whole, runner, sampler, NATIVE, max_model_len, caches_decoded_kv=True, drafting=drafting)
