@@ -28,7 +28,8 @@ class SegmentCodec:
     """The codec of one link's segments, at either end: `levels` are those that both ends allow.
 
     Units are parts of pages of one plane, part by part and in each plane by plane, as HostStaging orders them. The
-    first pages of a prompt keep every bit at every level. `stats`: by level, of the messages that were counted.
+    first pages of a prompt keep every bit at every level, and so do optional groups, which are small beside the model's
+    and hold more than numbers. `stats`: by level, of the messages that were counted.
     """
 
     def __init__(self, layout: KVLayout, num_parts: int, levels: Sequence[str]) -> None:
@@ -52,6 +53,10 @@ class SegmentCodec:
     def format(self) -> PageFormat:
         """Return the format of the first group's pages."""
         return self.formats[0]
+
+    def may_code(self, header: ChunkHeader) -> bool:
+        """Return whether the segments of a chunk may be compressed: those of the model's groups may."""
+        return not self._layout.groups[header.group].is_optional
 
     def encode(self, header: ChunkHeader, first: int, pages: np.ndarray, level: str) -> bytes:
         """Return the payload of the chunk's units from `first` on. `pages`: uint8, their bytes."""
@@ -149,7 +154,7 @@ class Compressor:
 
     def _try(self, header: ChunkHeader, first: int, pages: np.ndarray, left_nbytes: int) -> tuple[str, bytes]:
         bandwidth = self.bandwidth.nbytes_per_s
-        if not 0 < bandwidth < MAX_NBYTES_PER_S:
+        if not 0 < bandwidth < MAX_NBYTES_PER_S or not self.segments.may_code(header):
             return "", b""
         if self._rates is None:
             self._rates = self.segments.rates()

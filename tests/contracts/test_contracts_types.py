@@ -169,6 +169,31 @@ def test_a_mismatch_in_a_later_group_names_that_group():
     assert two_groups().difference(two_groups()) is None
 
 
+def test_a_group_of_rows_keeps_one_row_for_a_block():
+    row = structs.replace(DRAFT, kind="draft_row", planes=("row",), num_kv_heads=1, head_dim=9)
+    assert (row.rows, row.page_nbytes(1), row.block_nbytes) == (1, 18, 18)
+    assert (DRAFT.rows, row.num_blocks(17)) == (8, 3)
+
+
+def test_the_models_part_is_the_layout_without_groups_of_other_weights():
+    whole = two_groups(weights="a head")
+    assert whole.model_part == layout() != whole
+    assert two_groups().model_part == two_groups(), "a group without weights of its own is the model's"
+    whole.model_part.require_match(two_groups(weights="another").model_part)
+    assert len({kv.shared_id for kv in (layout(), whole, two_groups(weights="another"))}) == 3
+    with pytest.raises(ValueError, match="groups have weights of their own before the model's"):
+        structs.replace(whole, groups=whole.groups[::-1])
+
+
+def test_workers_can_exchange_kv_whatever_draft_head_each_has():
+    with_head, plain = two_groups(weights="a head"), layout()
+    takes = ways(plain.layout_id)
+    ends = [node_info(layout=kv, layout_id=kv.layout_id, ways=takes) for kv in (with_head, plain)]
+    assert all(sink.can_receive_from(source) for sink in ends for source in ends)
+    narrow = layout(dtype="bfloat16")
+    assert not ends[0].can_receive_from(node_info(layout=narrow, layout_id=narrow.layout_id, ways=takes))
+
+
 def test_an_error_keeps_its_code_across_processes():
     error = by_code("peer_lost", "words")
     assert isinstance(error, TandemError) and (error.code, str(error)) == ("peer_lost", "words")

@@ -3,13 +3,14 @@
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from contracts.errors import ConfigError
 from contracts.handoff import Commit, Grant, Offer
 from contracts.ids import BlockId, Epoch, RequestId
-from contracts.layout import KVLayout
+from contracts.layout import KVGroup, KVLayout
 from contracts.request import WorkerRef
 from kv_transfer.data_path.compression import LinkBandwidth, SegmentCodec
 from kv_transfer.events import ChunkBad, ChunkLanded, LinkStats
@@ -21,6 +22,10 @@ pytestmark = pytest.mark.slow
 SLOW = 8e6
 """Bytes a second: the pages take two seconds, of which the sender's socket holds a quarter at most."""
 LAYOUT = KVLayout.uniform(model="slow", num_layers=16, num_kv_heads=2, head_dim=32, block_size=16, dtype="float32")
+HEAD = KVGroup(
+    kind="draft", layers=(0, 1), num_kv_heads=2, head_dim=32, block_size=16, dtype="float32", weights="a head"
+)
+WITH_HEAD = msgspec.structs.replace(LAYOUT, groups=(*LAYOUT.groups, HEAD))
 PAGES = list(range(128))
 NUM_TOKENS = 16 * len(PAGES)
 
@@ -28,9 +33,10 @@ NUM_TOKENS = 16 * len(PAGES)
 class SlowPair:
     """A pair with a slow link, and values of a normal distribution in prefill's pages."""
 
-    def __init__(self, ours: str, theirs: str) -> None:
-        self.prefill = Peer("prefill", len(PAGES), LAYOUT, kv_codec=ours, slot_nbytes=128 << 10)
-        self.decode = Peer("decode", len(PAGES), LAYOUT, kv_codec=theirs)
+    def __init__(self, ours: str, theirs: str, layout: KVLayout = LAYOUT) -> None:
+        self.prefill = Peer("prefill", len(PAGES), layout, kv_codec=ours, slot_nbytes=128 << 10)
+        self.decode = Peer("decode", len(PAGES), layout, kv_codec=theirs)
+        self.layout = layout
         self.sent = self.prefill.pool.view(np.float32)
         self.sent[:] = np.random.default_rng(1).normal(size=self.sent.shape)
         self.proxy = PacedProxy(self.decode.node.address, SLOW)
@@ -50,9 +56,10 @@ class SlowPair:
     def offer(self, request_id: str) -> None:
         key = RequestId(request_id), Epoch(1)
         via = WorkerRef(self.decode.name, self.decode.incarnation, "", self.proxy.address)
-        self.prefill.node.offer(via, Offer(*key, NUM_TOKENS, LAYOUT.layout_id))
+        self.prefill.node.offer(via, Offer(*key, NUM_TOKENS, self.layout.layout_id))
         self.decode.message(Offer, request_id)
-        self.decode.node.grant(self.prefill.name, Grant(*key, [[BlockId(page) for page in PAGES]], 0))
+        tables = [[BlockId(page) for page in PAGES]] * len(self.layout.groups)
+        self.decode.node.grant(self.prefill.name, Grant(*key, tables, 0))
         self.prefill.message(Grant, request_id)
 
     @property
@@ -82,8 +89,8 @@ class SlowPair:
 def pairs() -> Iterator[Any]:
     made: list[SlowPair] = []
 
-    def make(ours: str, theirs: str) -> SlowPair:
-        made.append(SlowPair(ours, theirs))
+    def make(ours: str, theirs: str, layout: KVLayout = LAYOUT) -> SlowPair:
+        made.append(SlowPair(ours, theirs, layout))
         return made[-1]
 
     yield make
@@ -100,6 +107,20 @@ def test_a_slow_link_compresses_without_loss_by_itself(pairs) -> None:
     lossless = pair.stats.levels["lossless"]
     assert lossless.wire_nbytes < 0.95 * lossless.nbytes and lossless.seconds > 0
     assert sum(level.nbytes for level in pair.stats.levels.values()) == pair.stats.nbytes
+
+
+def test_the_pages_of_a_draft_head_cross_a_slow_link_as_they_are(pairs) -> None:
+    pair = pairs("4bit", "4bit", WITH_HEAD)
+    pair.prefill.pool_of(1)[:] = pair.prefill.pool_of(0)[: HEAD.num_planes]
+    pair.offer("a")
+    for group in (0, 1):
+        pages = [BlockId(page) for page in PAGES]
+        pair.prefill.node.send_chunk(
+            pair.decode.name, RequestId("a"), Epoch(1), group, 0, NUM_TOKENS, pages, None, group
+        )
+    assert [pair.decode.wait(ChunkLanded).header.loss for _ in range(2)] == ["4bit", ""]
+    assert np.array_equal(pair.prefill.pool_of(1), pair.decode.pool_of(1))
+    assert pair.levels == {"4bit"} and pair.stats.levels["raw"].nbytes >= len(PAGES) * HEAD.block_nbytes
 
 
 def test_a_level_that_both_ends_name_is_taken_and_the_first_page_stays_exact(pairs) -> None:

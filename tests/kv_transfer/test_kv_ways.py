@@ -1,11 +1,12 @@
 """What a worker says of its ways before it meets anybody: it says what the handshake would."""
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from contracts.errors import ConfigError
-from contracts.layout import KVLayout
+from contracts.layout import KVGroup, KVLayout
 from contracts.node import NodeInfo, TransferCapabilities
 from kv_transfer.connection import layout_negotiation as conversion
 from kv_transfer.connection.handshake_frames import Terms
@@ -29,6 +30,45 @@ def terms(
 ) -> Terms:
     scales = [scale] * layout.only_group.num_planes
     return Terms(layout, 64, transport, available.split(), boot_id, True, memory, scales)
+
+
+HEAD = KVGroup(kind="draft", layers=(0,), num_kv_heads=1, head_dim=8, block_size=4, dtype="float32", weights="a head")
+
+
+def with_heads(layout: KVLayout, *weights: str) -> KVLayout:
+    """Return the layout with a draft head of each of these weights."""
+    heads = [msgspec.structs.replace(HEAD, weights=each) for each in weights]
+    return msgspec.structs.replace(layout, groups=(*layout.groups, *heads))
+
+
+@pytest.mark.parametrize(
+    ("sender", "receiver", "pairs", "why"),
+    [
+        (LAYOUT, LAYOUT, [(0, 0)], ""),
+        (with_heads(LAYOUT, "a"), with_heads(LAYOUT, "a"), [(0, 0), (1, 1)], ""),
+        (with_heads(LAYOUT, "a", "b"), with_heads(LAYOUT, "b"), [(0, 0), (2, 1)], "groups is"),
+        (with_heads(LAYOUT, "a"), with_heads(LAYOUT, "b"), [(0, 0)], "groups[1].weights is a here, b there"),
+        (with_heads(LAYOUT, "a"), LAYOUT, [(0, 0)], "groups is ['full', 'draft'] here, ['full'] there"),
+        (
+            with_heads(msgspec.structs.replace(LAYOUT, tp_size=2), "a"),
+            with_heads(LAYOUT, "a"),
+            [(0, 0)],
+            "tp_size is 2 here, 1 there",
+        ),
+        (with_heads(WIDE, "a"), with_heads(NARROW, "a"), [(0, 0)], "groups[0].dtype is bfloat16 here"),
+    ],
+)
+def test_a_head_moves_where_both_ends_have_it_as_it_is(
+    sender: KVLayout, receiver: KVLayout, pairs: list[tuple[int, int]], why: str
+) -> None:
+    assert conversion.shared_groups(sender, receiver) == pairs
+    found = conversion.why_left_out(sender, receiver)
+    assert found.startswith(why) and bool(found) == bool(why)
+
+
+def test_a_worker_states_what_it_takes_without_its_head() -> None:
+    stated = msgspec.structs.replace(terms(memory="host"), layout=with_heads(LAYOUT, "a"))
+    assert capabilities_of(stated) == capabilities_of(terms(memory="host"))
 
 
 def node(terms: Terms) -> NodeInfo:
