@@ -305,7 +305,8 @@ def _speculation(options: argparse.Namespace) -> Iterator[tuple[str, Level]]:
     nbytes = sum(file.stat().st_size for file in weight_files(folder))
     yield (
         f"--speculate {EAGLE3}: the EAGLE3 head that comes with the package, {nbytes / 1e6:.1f} MB, drafts "
-        f"{head.draft_vocab_size} of {head.vocab_size} tokens from layers {', '.join(map(str, head.aux_layers))}",
+        f"{head.draft_vocab_size} of {head.vocab_size} tokens from layers {', '.join(map(str, head.aux_layers))}; "
+        "in a pair both workers take the same, or drafts begin behind the prompt",
         Level.OK,
     )
 

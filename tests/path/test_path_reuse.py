@@ -243,10 +243,10 @@ def test_a_peer_that_dies_in_the_middle(
     server = pool.prefixes[WorkerRole.MIXED]._server
     send, sent = mixed.node.send_chunk, []
 
-    def send_some(*facts: object) -> None:
+    def send_some(*facts: object, **named: object) -> None:
         if len(sent) < num_chunks:
             sent.append(facts)
-            send(*facts)  # type: ignore[arg-type]
+            send(*facts, **named)  # type: ignore[arg-type]
 
     def grant_and_die(id_: tuple, grant: Grant) -> None:
         monkeypatch.setattr(mixed.node, "send_chunk", send_some)

@@ -200,7 +200,7 @@ class PrefixServer:
             place = reader.first_token + first * size, len(blocks) * size
             those = None if sums is None else sums[first - num_have : first - num_have + len(blocks)]
             for group in groups:
-                self._node.send_chunk(reader.peer.worker_id, *id_, num_sent, *place, blocks, those, group)
+                self._node.send_chunk(reader.peer.worker_id, *id_, num_sent, *place, blocks, those, group=group)
                 num_sent += 1
             self.num_blocks_sent += len(blocks)
 

@@ -153,7 +153,7 @@ class OutgoingHandoff:
         pages, sums = chunk.blocks[skipped:], chunk.checksums.wait()[skipped:] if chunk.checksums else None
         for group in self._groups:
             place = (self._num_sent, first, end - first)
-            self._node.send_chunk(self.peer.worker_id, *self.id, *place, pages, sums, group, chunk.loss)
+            self._node.send_chunk(self.peer.worker_id, *self.id, *place, pages, sums, group=group, loss=chunk.loss)
             self._num_sent += 1
 
     def _send_fin(self, token: Token, now: float) -> None:
