@@ -28,6 +28,7 @@ class Offer(msgspec.Struct, frozen=True, omit_defaults=True, tag="offer"):
 
     If it `is_bound`, at most so many: the KV of a running answer, which grows on its way. Fin says how many came.
     Prefix hashes are not sent: decode has the job and hashes its token ids itself.
+    `nbytes_per_s`: of former handoffs on this link; 0.0 if that is not known, or decode fetches the bytes itself.
     """
 
     request_id: RequestId
@@ -35,6 +36,7 @@ class Offer(msgspec.Struct, frozen=True, omit_defaults=True, tag="offer"):
     num_tokens: int
     layout_id: str
     is_bound: bool = False
+    nbytes_per_s: float = 0.0
 
 
 class Grant(msgspec.Struct, frozen=True, tag="grant"):

@@ -9,7 +9,8 @@ from kv_transfer.events import ChunkBad, TransferEvent
 from kv_transfer.node import TransferNode
 from worker.core.attempt_table import AttemptTable
 from worker.core.role_handler import Attempt
-from worker.handoff.incoming import IncomingHandoff, IncomingHandoffs
+from worker.handoff.incoming import IncomingHandoffs
+from worker.handoff.incoming_handoff import IncomingHandoff
 
 
 class DecodeRole:
@@ -61,6 +62,9 @@ class DecodeRole:
     def on_transfer(self, event: TransferEvent, now: float) -> None:
         self._counters["chunks_bad"] += isinstance(event, ChunkBad)
         self._handoffs.on_transfer(event, now)
+
+    def advance(self, now: float) -> None:
+        self._handoffs.advance()
 
     def on_tick(self, now: float) -> None:
         self._handoffs.on_tick(now)

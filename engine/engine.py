@@ -36,6 +36,7 @@ from engine.handoff import Handoff
 from engine.intake import Intake
 from engine.messages import EngineRequest, EngineStats, Reservation, StepObserver, StepOutput
 from engine.prefix_export import PrefixExport
+from engine.prefix_loads import ReservedLoads
 from engine.request_release import RequestRelease
 from engine.sampling.grammar_masks import Grammars
 from engine.scheduler.draft_rows import DraftRows
@@ -88,7 +89,10 @@ class Engine:
         stop_check = StopCheck(sampler, max_model_len)
         self._intake = intake = Intake(table, scheduler, grammars, vocab_size, max_model_len, settings.max_num_waiting)
         self.deferred = blocks = DeferredRelease(pool)
-        self._requests = requests = RequestRelease(table, scheduler, intake, grammars, prefix_cache, blocks, speculator)
+        self._reserved_loads = loads = ReservedLoads(table, pool.block_size)
+        self._requests = requests = RequestRelease(
+            table, scheduler, intake, grammars, prefix_cache, blocks, loads, speculator
+        )
         forward_pass = ForwardPass(self.runner, cache, prefix_cache, requests)
         draws = TokenDraws(self.runner, sampler, grammars, table, requests)
         verification = None
@@ -118,7 +122,7 @@ class Engine:
 
     def use_lower_tiers(self, tiers: LowerTiers) -> None:
         """Look for prefixes in tiers below the pool from now on, and offer them what is computed."""
-        self.scheduler.lower_tiers = self._prefix_cache.lower_tiers = tiers
+        self.scheduler.lower_tiers = self._prefix_cache.lower_tiers = self._reserved_loads.lower_tiers = tiers
 
     def submit(self, request: EngineRequest) -> None:
         """Queue a request. Raises RequestError if it can never run, Overloaded when the queue is full."""
@@ -160,6 +164,22 @@ class Engine:
         that come after it, until it is reserved or released.
         """
         return self._handoff.reserve(request, arrival, num_tokens)
+
+    def load_reserved(self, request_id: RequestId, tokens_per_s: float) -> bool:
+        """Begin to fill the first pages of a reservation from lower tiers, if that pays.
+
+        It does where it is faster than `tokens_per_s`, at which these would arrive. Returns whether it began: until
+        `finished_loads` tells of its end nobody else may write to the pages. Raises KeyError for a request that is
+        unknown.
+        """
+        return self._reserved_loads.begin(request_id, tokens_per_s)
+
+    def finished_loads(self) -> list[tuple[RequestId, int]]:
+        """Return the loads of reservations that have ended, each once, those that fell behind among them.
+
+        With each goes how many of the request's first tokens have their KV by now: the others have to arrive.
+        """
+        return self._reserved_loads.finished()
 
     def prepare(self, request_id: RequestId) -> None:
         """Prepare a reserved request's first step, as far as it is known before token 0.

@@ -8,6 +8,7 @@ from engine.cache.deferred_release import DeferredRelease
 from engine.cache.prefix_insertion import PrefixInserter
 from engine.intake import Intake
 from engine.messages import EngineFailure
+from engine.prefix_loads import ReservedLoads
 from engine.sampling.grammar_masks import Grammars
 from engine.scheduler.scheduler import Scheduler
 from engine.sequence import Sequence
@@ -28,11 +29,12 @@ class RequestRelease:
         grammars: Grammars,
         prefix_cache: PrefixInserter,
         blocks: DeferredRelease,
+        loads: ReservedLoads,
         speculator: Speculator | None = None,
     ) -> None:
         self._table, self._scheduler, self._intake, self._grammars = table, scheduler, intake, grammars
         self._prefix_cache, self._blocks = prefix_cache, blocks
-        self._speculator = speculator
+        self._loads, self._speculator = loads, speculator
 
     def release(self, request_id: RequestId) -> None:
         """Forget the request, whatever its state. Its blocks become cached or free. Idempotent."""
@@ -44,6 +46,7 @@ class RequestRelease:
             "request %s is over here, after %d tokens of its answer: %d KV blocks are let go",
             request_id, sequence.num_generated, len(sequence.blocks),
         )  # fmt: skip
+        self._loads.cancel(request_id)
         if not self._intake.drop(sequence):
             self._scheduler.remove(sequence)
         if sequence.has_grown and sequence.started:

@@ -78,6 +78,9 @@ class PrefillRole:
     def on_transfer(self, event: TransferEvent, now: float) -> None:
         self._handoffs.on_transfer(event, now)
 
+    def advance(self, now: float) -> None:
+        """Do nothing: what other threads do comes as events of the node."""
+
     def on_tick(self, now: float) -> None:
         for handoff in self._handoffs:
             is_waiting = handoff.is_computed and not handoff.is_granted

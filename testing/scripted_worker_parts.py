@@ -49,11 +49,16 @@ class Remembering:
 
 @dataclass
 class ScriptedEngine(Remembering):
-    """`free` blocks to reserve; the first `skip_tokens` of every prompt are cached."""
+    """`free` blocks to reserve; the first `skip_tokens` of every prompt are cached.
+
+    If it `loads`, lower tiers fill pages of each reservation until `loaded` says how far.
+    """
 
     layout: KVLayout = LAYOUT
     free: int = 100
     skip_tokens: int = 0
+    loads: bool = False
+    loaded: list[tuple[RequestId, int]] = field(default_factory=list)
     num_arrived: int = 0
     num_saved: int = 0
 
@@ -66,6 +71,14 @@ class ScriptedEngine(Remembering):
         self.calls.append(("incoming_writer_ended", (request_id,)))
         self.num_saved += num_checked
         return num_checked
+
+    def load_reserved(self, request_id: RequestId, tokens_per_s: float) -> bool:
+        self.calls.append(("load_reserved", (request_id, tokens_per_s)))
+        return self.loads
+
+    def finished_loads(self) -> list[tuple[RequestId, int]]:
+        loaded, self.loaded = self.loaded, []
+        return loaded
 
     def reserve(self, request: EngineRequest, arrival: int | None = None, num_tokens: int | None = None) -> Reservation:
         num_blocks = self.layout.num_blocks(len(request.token_ids))

@@ -65,10 +65,12 @@ class LoadPlan:
 NOTHING = LoadPlan((), 0.0, 0.0)
 
 
-def compute_seconds(first_token: int, num_tokens: int, tokens_per_s: float) -> float:
+def compute_seconds(
+    first_token: int, num_tokens: int, tokens_per_s: float, attention_tokens: float = ATTENTION_TOKENS
+) -> float:
     """Return how long the KV of these tokens takes to compute; each later one attends to one more."""
     middle = first_token + num_tokens / 2
-    return num_tokens / tokens_per_s * (1 + middle / ATTENTION_TOKENS)
+    return num_tokens / tokens_per_s * (1 + middle / attention_tokens)
 
 
 @dataclass(frozen=True)
@@ -77,30 +79,44 @@ class LoadBudget:
 
     It grows by what computing the loaded blocks would have taken, so that a load which falls behind ends early: what is
     missing then is computed, and loading and computing together take at most MAX_DELAY_SHARE longer than computing all.
+    Where a peer would send the blocks, its link takes the place of computing, with `attention_tokens` infinite: each
+    token takes as long as another.
     """
 
     first_token: int
     num_tokens: int
     block_size: int
     tokens_per_s: float
+    attention_tokens: float = ATTENTION_TOKENS
 
     @property
     def slack_s(self) -> float:
         """Return how far a load may be behind computing, in seconds."""
-        return MAX_DELAY_SHARE * compute_seconds(
-            self.first_token, self.num_tokens - self.first_token, self.tokens_per_s
-        )
+        return MAX_DELAY_SHARE * self._compute_s(self.num_tokens - self.first_token)
 
     def limit_s(self, num_loaded: int) -> float:
         """Return after how many seconds a load is given up that has filled so many blocks."""
-        return self.slack_s + compute_seconds(self.first_token, num_loaded * self.block_size, self.tokens_per_s)
+        return self.slack_s + self._compute_s(num_loaded * self.block_size)
+
+    def plan(self, offers: Iterable[TierOffer], next_token: int) -> LoadPlan:
+        """Return what to load of the blocks from `next_token` on, see `plan_load`."""
+        return plan_load(offers, next_token, self.block_size, self.tokens_per_s, self.attention_tokens)
 
     def blocks_per_batch(self, block_s: float) -> int:
         """Return how many blocks to read at once, where each takes `block_s`: a batch uses half of the slack."""
         return max(1, min(MAX_BATCH, int(self.slack_s / 2 / block_s)))
 
+    def _compute_s(self, num_tokens: int) -> float:
+        return compute_seconds(self.first_token, num_tokens, self.tokens_per_s, self.attention_tokens)
 
-def plan_load(offers: Iterable[TierOffer], first_token: int, block_size: int, tokens_per_s: float) -> LoadPlan:
+
+def plan_load(
+    offers: Iterable[TierOffer],
+    first_token: int,
+    block_size: int,
+    tokens_per_s: float,
+    attention_tokens: float = ATTENTION_TOKENS,
+) -> LoadPlan:
     """Return what to load of the blocks from `first_token` on.
 
     It is the prefix that saves the most time, if any does. Each block comes from the fastest tier that holds it. The
@@ -116,7 +132,7 @@ def plan_load(offers: Iterable[TierOffer], first_token: int, block_size: int, to
         parts.append(LoadPart(offer.name, done, offer.num_held))
         load_s += offer.latency_s + (offer.num_held - done) * offer.block_s
         done = offer.num_held
-        compute_s = compute_seconds(first_token, done * block_size, tokens_per_s)
+        compute_s = compute_seconds(first_token, done * block_size, tokens_per_s, attention_tokens)
         if compute_s - load_s > saved_s:
             best, saved_s = LoadPlan(tuple(parts), load_s, compute_s), compute_s - load_s
     return best
@@ -212,6 +228,17 @@ class LowerTiers(Protocol):
 
         Nothing is written to their pages any more. A load ends within its LoadBudget, whatever happens.
         """
+        ...
+
+    def begin_reserved(self, load: PrefixLoad, tokens_per_s: float) -> bool:
+        """Begin to fill blocks that a peer would send at this rate, unless that does not pay.
+
+        Returns whether it began. Only tiers in this machine are asked: a peer has asked the others itself.
+        """
+        ...
+
+    def finished_reserved(self) -> list[EndedLoad]:
+        """Return the loads of `begin_reserved` that have ended, as `finished` those of `begin`."""
         ...
 
     def cancel(self, request_id: RequestId) -> None:

@@ -16,7 +16,8 @@ from operator import attrgetter
 from contracts.ids import RequestId
 from contracts.kv_loss import EXACT
 from engine.cache.block_pool import BlockPool
-from engine.cache.load_plan import LowerTiers, PrefixLoad
+from engine.cache.load_plan import LowerTiers
+from engine.prefix_loads import end_load, missing_prefix
 from engine.scheduler.batch import Batch, ScheduledChunk
 from engine.scheduler.draft_rows import DraftRows
 from engine.scheduler.mixed_budget import MixedBudget
@@ -285,21 +286,8 @@ class Scheduler:
         """Return whether lower tiers fill pages of this sequence now; it runs once they have."""
         if self.lower_tiers is None or sequence.num_scored < sequence.num_prompt:
             return False
-        size = self._pool.block_size
-        first, last = sequence.num_computed // size, (len(sequence.tokens) - 1) // size
-        if first >= last:
-            return False
-        digests = sequence.extend_digests(size, last)
-        load = PrefixLoad(
-            request_id=sequence.request_id,
-            first_token=first * size,
-            num_tokens=len(sequence.tokens),
-            parent=digests[first - 1] if first else None,
-            digests=digests[first:last],
-            blocks=sequence.blocks[first:last],
-            loss=sequence.accepted_loss,
-        )
-        if not self.lower_tiers.begin(load):
+        load = missing_prefix(sequence, self._pool.block_size)
+        if load is None or not self.lower_tiers.begin(load):
             return False
         sequence.status = Status.LOADING
         self.loading[sequence.request_id] = sequence
@@ -311,9 +299,7 @@ class Scheduler:
             return
         for ended in self.lower_tiers.finished():
             sequence = self.loading.pop(ended.request_id)
-            if ended.num_exact < ended.num_blocks:
-                sequence.lose(sequence.num_computed + ended.num_exact * self._pool.block_size, sequence.accepted_loss)
-            sequence.num_computed += ended.num_blocks * self._pool.block_size
+            end_load(sequence, ended, self._pool.block_size)
             sequence.load_s = ended.seconds
             if self.waiting or self.loading:  # one of them may share what was loaded
                 self._on_loaded(sequence)  # else once its batch is launched: it takes thousands of tokens 0.5 ms

@@ -79,7 +79,8 @@ class OutgoingLink(Link):
         self._rate.begin(key)
         if self._pull_sender is not None and not offer.is_bound:  # else nobody knows how much is left to compute
             self._pull_sender.begin(key, offer.num_tokens)
-        self.send(offer)
+        rate = self._rate.nbytes_per_s if self._pull_sender is None else 0.0
+        self.send(msgspec.structs.replace(offer, nbytes_per_s=rate))
 
     def send_chunk(self, header: ChunkHeader, pages: Sequence[BlockId], checksums: np.ndarray | None) -> None:
         """Send a chunk, unless its attempt is over.

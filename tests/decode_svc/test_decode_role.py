@@ -38,8 +38,9 @@ class Side:
     def hear(self, message, now: float = 1.0) -> None:
         self.role.on_transfer(MessageReceived(P, message), now)
 
-    def offer(self, name: str, num_tokens: int, now: float = 1.0) -> None:
-        self.hear(Offer(RequestId(name), E, num_tokens, self.engine.layout.layout_id), now)
+    def offer(self, name: str, num_tokens: int, now: float = 1.0, nbytes_per_s: float = 0.0) -> None:
+        layout_id = self.engine.layout.layout_id
+        self.hear(Offer(RequestId(name), E, num_tokens, layout_id, nbytes_per_s=nbytes_per_s), now)
 
     def header(self, name: str, index: int, first: int, count: int) -> ChunkHeader:
         return ChunkHeader(RequestId(name), E, index, first, count, self.engine.layout.layout_id, count, 0)
@@ -63,6 +64,44 @@ def test_pages_beyond_the_cached_prefix_are_granted():
     side.offer("r", 20)
     ((_, grant),) = side.node.told("grant")
     assert (grant.skip_tokens, grant.pages) == (8, [[2, 3, 4]])
+
+
+def test_pages_that_tiers_here_do_not_fill_are_granted_once_these_have_filled_the_others():
+    side = Side(skip_tokens=4)
+    side.engine.loads = True
+    live = side.begin("r", 20)
+    layout = side.engine.layout
+    side.offer("r", 20, nbytes_per_s=3.0 * layout.block_nbytes)
+    assert side.engine.told("load_reserved") == [(live.key, 3.0 * layout.block_size)]
+    side.role.advance(1.0)
+    assert side.granted() == [] and side.engine.told("prepare") == [(live.key,)]
+    side.engine.loaded.append((live.key, 12))
+    side.role.advance(2.0)
+    ((_, grant),) = side.node.told("grant")
+    assert (grant.skip_tokens, grant.pages) == (12, [[3, 4]])
+    side.fin("r", 1)
+    side.land("r", 0, 12, 8)
+    assert [commit.num_chunks for _, commit in side.node.told("commit")] == [1]
+
+
+def test_nothing_is_loaded_where_the_rate_of_the_link_is_not_known():
+    side = Side()
+    side.engine.loads = True
+    side.begin("r", 20)
+    side.offer("r", 20)
+    assert side.engine.told("load_reserved") == [] and side.granted() == ["r"]
+
+
+def test_a_handoff_that_ends_while_its_pages_are_filled_grants_nothing():
+    side = Side()
+    side.engine.loads = True
+    live = side.begin("r", 20)
+    side.offer("r", 20, nbytes_per_s=1e6)
+    side.hear(Abort(RequestId("r"), E, "cancelled", "the client left"))
+    assert side.engine.told("release") == [(live.key,)]
+    side.role.advance(2.0)
+    side.role.on_transfer(Drained(RequestId("r"), E), 2.0)
+    assert side.granted() == [] and side.role.is_idle()
 
 
 def test_a_first_step_is_prepared_when_prefill_has_the_grant():

@@ -1,5 +1,8 @@
 """The decision what is loaded and what is computed: by the sum of times, never by hope."""
 
+import math
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -79,6 +82,15 @@ def test_loading_and_computing_the_rest_take_a_tenth_longer_than_computing_at_mo
     whole_s = compute_seconds(first_token, num_new, rate)
     rest_s = compute_seconds(first_token + num_loaded * 16, num_new - num_loaded * 16, rate)
     assert budget.limit_s(num_loaded) + rest_s <= (1 + MAX_DELAY_SHARE) * whole_s * (1 + 1e-9)
+
+
+def test_blocks_that_a_peer_would_send_are_loaded_where_its_link_is_slower():
+    """Wherever they are in the prompt: a link takes as long for a late token as for an early one."""
+    for first_token in (0, 16_000):
+        budget = LoadBudget(first_token, first_token + 320, 16, RATE, math.inf)
+        assert budget.plan([TierOffer("disk", 20, 0.0, 0.99 * 16 / RATE)], first_token).num_blocks == 20
+        assert not budget.plan([TierOffer("disk", 20, 0.0, 1.01 * 16 / RATE)], first_token).parts
+        assert budget.limit_s(5) == pytest.approx((5 * 16 + MAX_DELAY_SHARE * 320) / RATE)
 
 
 @given(st.floats(1e-7, 10.0), st.integers(16, 4000))

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from contracts.handoff import Abort, Commit, Fin
-from contracts.ids import Epoch, RequestId
+from contracts.handoff import Abort, Commit, Fin, Grant, Offer
+from contracts.ids import BlockId, Epoch, RequestId
 from kv_transfer.events import ChunkLanded, Drained
 from kv_transfer.links.handoff_rate import HandoffRate, Key
 from tests.kv_transfer.kv_pair import Peer, fin, offer_and_grant, send
@@ -47,6 +47,26 @@ def test_large_handoffs_weigh_more_and_old_ones_fade() -> None:
     for _ in range(100):
         _finish(rate, 500, 1.0)
     assert rate.nbytes_per_s == pytest.approx(500, rel=0.01)
+
+
+def test_an_offer_states_the_rate_of_former_handoffs_unless_decode_fetches(
+    make_peer: Callable[..., Peer], transport: str
+) -> None:
+    prefill, decode = make_peer("prefill", transport=transport), make_peer("decode", transport=transport)
+    stated = list[float]()
+    for name in ("a", "b"):
+        prefill.node.offer(decode.ref, Offer(RequestId(name), Epoch(1), 8, prefill.layout.layout_id))
+        stated.append(decode.message(Offer, name).nbytes_per_s)
+        decode.node.grant(prefill.name, Grant(RequestId(name), Epoch(1), [[BlockId(3), BlockId(4)]], 0))
+        prefill.message(Grant, name)
+        send(prefill, decode, name, 0, 0, 8, [1, 2])
+        prefill.node.finish(decode.name, fin(name, 1))
+        decode.wait(ChunkLanded)
+        decode.message(Fin, name)
+        decode.node.commit(prefill.name, Commit(RequestId(name), Epoch(1), 1, 0))
+        prefill.message(Commit, name)
+    assert stated[0] == 0.0
+    assert (stated[1] == 0.0) == (transport == "nvlink")
 
 
 def test_handoffs_beside_each_other_are_told_apart() -> None:

@@ -1,5 +1,6 @@
 """A prompt pulls its prefix from another worker's device, or its tiers: a GPU's code on a CPU."""
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -7,7 +8,6 @@ import numpy as np
 import pytest
 
 from contracts.node import WorkerRole
-from engine.cuda.kv.tier_pages import TierPages
 from engine.engine import Engine
 from engine.messages import PageChecksums
 from kv_transfer.chunks.block_record import max_record_nbytes
@@ -19,6 +19,7 @@ from tests.path.cores import Worker
 from tests.path.test_path_reuse import GREEDY, NEXT, PROMPT, SLOW, Pool, second_turn
 from tests.waiting import until
 from worker.core.kv_tiers import KVTiers
+from worker.core.open_tiers import pages_of
 
 pytestmark = pytest.mark.slow
 
@@ -123,13 +124,12 @@ def test_what_a_device_still_computes_is_sent_once_it_is_there(
     pool.close()
 
 
-def with_tiers(worker: Worker) -> KVTiers:
+def with_tiers(worker: Worker, clock: Callable[[], float] = time.monotonic) -> KVTiers:
     """Give a worker a memory tier."""
-    engine, transfer_pool = worker.engine, worker.engine.transfer_pool
-    pages = transfer_pool if isinstance(transfer_pool, np.ndarray) else TierPages(transfer_pool)
-    nbytes = max_record_nbytes(engine.layout)
+    engine, nbytes = worker.engine, max_record_nbytes(worker.engine.layout)
     host = HostMemoryTier(100 * nbytes, nbytes, block_size=engine.layout.block_size)
-    tiers = KVTiers([host], engine.layout, pages, engine.pool.generations, lambda: SLOW, worker.front.wake)
+    facts = engine.layout, pages_of(engine), engine.pool.generations, lambda: SLOW, worker.front.wake, clock
+    tiers = KVTiers([host], *facts)
     worker.core.use_tiers(tiers)
     return tiers
 

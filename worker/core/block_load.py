@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 from contracts.errors import TransferError
 from contracts.kv_loss import EXACT
@@ -16,13 +17,21 @@ MAX_LOOKUPS = 3
 """How often a tier is asked for exact blocks and then for others, where the two alternate in a prompt."""
 
 
+class LoadPurpose(Enum):
+    """The use of a load: for a prompt that is computed here, a peer that reads, or a handoff to here."""
+
+    PROMPT = auto()
+    PEER = auto()
+    HANDOFF = auto()
+
+
 @dataclass(eq=False)
 class BlockLoad:
     """A load under way.
 
     `keys` are of the exact blocks, `lossy_keys` of those with the loss that the prompt takes, if it takes any.
     `asked`: the tiers that were asked, in order; the last has it now. `num_done`: the blocks that are in their pages;
-    `first_lossy`: of these. `is_for_peer`: another worker will read them, from this worker's pages.
+    `first_lossy`: of these.
     """
 
     wanted: PrefixLoad
@@ -30,7 +39,7 @@ class BlockLoad:
     lossy_keys: list[BlockKey]
     budget: LoadBudget
     start_s: float
-    is_for_peer: bool = False
+    purpose: LoadPurpose = LoadPurpose.PROMPT
     asked: list[str] = field(default_factory=list)
     num_done: int = 0
     first_lossy: int | None = None

@@ -194,8 +194,8 @@ class EngineCore(StepObserver):
                 continue
             for role in self._roles:
                 role.on_transfer(event, now)
-        if self._prefixes is not None:
-            self._prefixes.advance(now)
+        for role in self._roles:
+            role.advance(now)
 
     def _on_time(self) -> None:
         now = self._clock()

@@ -5,6 +5,7 @@ engine's. Nothing of this is on a step's path: the engine's thread reads indices
 store. Every queue is bounded. A load that falls behind computing is given up, and the engine computes what is missing.
 """
 
+import math
 import queue
 import time
 from collections import Counter
@@ -24,11 +25,10 @@ from engine.cache.load_plan import (
     PrefixLoad,
     TierRate,
     compute_seconds,
-    plan_load,
 )
 from engine.cuda.kv.tier_pages import TierPages
 from kv_transfer.tiers.record_codec import RecordCodec
-from worker.core.block_load import BlockLoad
+from worker.core.block_load import BlockLoad, LoadPurpose
 from worker.core.device_saver import DeviceBlockSaver
 from worker.core.fillers import first_guess, make_fillers
 from worker.core.host_pages import HostPages
@@ -36,7 +36,10 @@ from worker.core.record_check import RecordCheck
 from worker.core.tier_loader import NUM_THREADS, TierLoader
 from worker.core.tier_writer import BlockNaming, BlockSaver
 
-_COUNTED = ("loaded_prompts", "missed_prompts", "loaded_blocks", "missed_blocks", "loads_given_up")
+_COUNTED = (
+    "loaded_prompts", "missed_prompts", "loaded_blocks", "missed_blocks", "loads_given_up", "loaded_handoffs",
+    "handoff_loaded_blocks",
+)  # fmt: skip
 _MAX_REMEMBERED = 1 << 16
 _GAUGES = {"blocks", "bytes", "on", "writable", "foreign_blocks"}
 
@@ -68,9 +71,7 @@ class KVTiers:
         self._load_s = 0.0
         self._fastest = tiers[0].name
         self._came_from_fastest: set[bytes] = set()
-        self._for_peers: set[RequestId] = set()
-        self._ended_own: list[EndedLoad] = []
-        self._ended_for_peers: list[EndedLoad] = []
+        self._untold: dict[LoadPurpose, list[EndedLoad]] = {purpose: [] for purpose in LoadPurpose}
         naming = BlockNaming(layout.block_size, self._key, self._block_compute_s, codec.accepted_loss)
         saved = generations, naming, codec
         if isinstance(pages, HostPages):
@@ -87,7 +88,7 @@ class KVTiers:
 
     def begin(self, load: PrefixLoad) -> bool:
         """Begin a load if a tier in this machine holds what pays, or a store may; see LowerTiers."""
-        if self._begin(load, is_for_peer=False):
+        if self._begin(load, LoadPurpose.PROMPT, self._compute_budget(load)):
             return True
         self._counts["missed_prompts"] += 1
         self._counts["missed_blocks"] += len(load.digests)
@@ -109,26 +110,25 @@ class KVTiers:
 
         They come from tiers in this machine. `finished_for_peers` tells of its end, and `cancel` gives it up.
         """
-        self._for_peers.add(load.request_id)
-        if self._begin(load, is_for_peer=True):
-            return True
-        self._for_peers.discard(load.request_id)
-        return False
+        return self._begin(load, LoadPurpose.PEER, self._compute_budget(load))
 
     def finished_for_peers(self) -> list[EndedLoad]:
         """Return the loads for peers that have ended, each once, as `finished` those of the engine."""
-        if not self._for_peers:
-            return []
-        self._collect()
-        ended, self._ended_for_peers = self._ended_for_peers, []
-        self._for_peers.difference_update(load.request_id for load in ended)
-        return ended
+        return self._take_ended(LoadPurpose.PEER)
 
-    def _begin(self, load: PrefixLoad, is_for_peer: bool) -> bool:
-        budget = LoadBudget(load.first_token, load.num_tokens, self._layout.block_size, self._rate())
+    def begin_reserved(self, load: PrefixLoad, tokens_per_s: float) -> bool:
+        """Begin to fill blocks that a peer would send at this rate; see LowerTiers."""
+        budget = LoadBudget(load.first_token, load.num_tokens, self._layout.block_size, tokens_per_s, math.inf)
+        return self._begin(load, LoadPurpose.HANDOFF, budget)
+
+    def finished_reserved(self) -> list[EndedLoad]:
+        """Return the loads of `begin_reserved` that have ended; see LowerTiers."""
+        return self._take_ended(LoadPurpose.HANDOFF)
+
+    def _begin(self, load: PrefixLoad, purpose: LoadPurpose, budget: LoadBudget) -> bool:
         exact = [self._key(digest) for digest in load.digests]
         lossy = [self._key(inexact_digest(digest, load.loss)) for digest in load.digests] if load.loss else []
-        entry = BlockLoad(load, exact, lossy, budget, self._clock(), is_for_peer=is_for_peer)
+        entry = BlockLoad(load, exact, lossy, budget, self._clock(), purpose)
         self._loads[load.request_id] = entry
         if not self._ask_next(entry):
             del self._loads[load.request_id]
@@ -137,8 +137,11 @@ class KVTiers:
 
     def finished(self) -> list[EndedLoad]:
         """Return the loads that have ended, those that fell behind computing among them; see LowerTiers."""
+        return self._take_ended(LoadPurpose.PROMPT)
+
+    def _take_ended(self, purpose: LoadPurpose) -> list[EndedLoad]:
         self._collect()
-        ended, self._ended_own = self._ended_own, []
+        ended, self._untold[purpose] = self._untold[purpose], []
         return ended
 
     def _collect(self) -> None:
@@ -155,21 +158,30 @@ class KVTiers:
             self._loaders[load.asked[-1]].gave_up(load)
             ended.append(load)
         for load in ended:
-            (self._ended_for_peers if load.is_for_peer else self._ended_own).append(self._end(load, now))
+            self._untold[load.purpose].append(self._end(load, now))
 
     def _end(self, load: BlockLoad, now: float) -> EndedLoad:
-        """Count a load that has ended, if the engine wanted it, and forget it."""
+        """Count a load that has ended, and forget it."""
         request_id, seconds = load.wanted.request_id, now - load.start_s
         del self._loads[request_id]
-        if load.is_for_peer:
-            return EndedLoad(request_id, load.num_done, seconds, load.num_exact)
-        self._counts["loaded_blocks"] += load.num_done
-        self._counts["missed_blocks"] += len(load.keys) - load.num_done
-        self._counts["loaded_prompts" if load.num_done else "missed_prompts"] += 1
-        self._load_s += seconds
-        if load.asked == [self._fastest] and len(self._came_from_fastest) < _MAX_REMEMBERED:
+        self._count(load, seconds)
+        is_of_fastest = load.asked == [self._fastest] and len(self._came_from_fastest) < _MAX_REMEMBERED
+        if is_of_fastest and load.purpose is not LoadPurpose.PEER:  # whose blocks are never offered
             self._came_from_fastest.update(load.wanted.digests[: load.num_done])
         return EndedLoad(request_id, load.num_done, seconds, load.num_exact)
+
+    def _count(self, load: BlockLoad, seconds: float) -> None:
+        match load.purpose:
+            case LoadPurpose.PROMPT:
+                self._counts["loaded_blocks"] += load.num_done
+                self._counts["missed_blocks"] += len(load.keys) - load.num_done
+                self._counts["loaded_prompts" if load.num_done else "missed_prompts"] += 1
+                self._load_s += seconds
+            case LoadPurpose.HANDOFF:
+                self._counts["handoff_loaded_blocks"] += load.num_done
+                self._counts["loaded_handoffs"] += load.num_done > 0
+            case LoadPurpose.PEER:
+                pass  # the server of prefixes counts what it sends
 
     def seconds_to_deadline(self) -> float | None:
         """Return when `finished` has to be called next at the latest; None if nothing is being loaded."""
@@ -178,9 +190,8 @@ class KVTiers:
 
     def cancel(self, request_id: RequestId) -> None:
         """Give a load up; see LowerTiers."""
-        self._for_peers.discard(request_id)
-        self._ended_own = [ended for ended in self._ended_own if ended.request_id != request_id]
-        self._ended_for_peers = [ended for ended in self._ended_for_peers if ended.request_id != request_id]
+        for purpose, untold in self._untold.items():
+            self._untold[purpose] = [ended for ended in untold if ended.request_id != request_id]
         if load := self._loads.pop(request_id, None):
             load.stop()
 
@@ -256,7 +267,7 @@ class KVTiers:
         rest = [loader for name, loader in self._loaders.items() if name not in load.asked]
         local = [loader for loader in rest if loader.tier.is_local and loader.can_load]
         offers = [loader.offer(len(load.held_by(loader.tier))) for loader in local]
-        plan = plan_load(offers, load.next_token, load.budget.block_size, load.budget.tokens_per_s)
+        plan = load.budget.plan(offers, load.next_token)
         used = {part.tier for part in plan.parts}
         for loader, offer in zip(local, offers, strict=True):
             if offer.num_held and offer.name not in used:
@@ -265,7 +276,7 @@ class KVTiers:
             first = plan.parts[0]
             self._loaders[first.tier].put(load, load.num_done + first.last)
             return True
-        for loader in [] if load.is_for_peer else rest:  # a peer asks a store itself
+        for loader in rest if load.purpose is LoadPurpose.PROMPT else []:  # a peer asks a store itself
             if not loader.tier.is_local and loader.may_pay(load):
                 loader.put(load, load.num_done)
                 return True
@@ -278,6 +289,9 @@ class KVTiers:
 
     def _rate(self) -> float:
         return self._tokens_per_s() or GUESSED_TOKENS_PER_S
+
+    def _compute_budget(self, load: PrefixLoad) -> LoadBudget:
+        return LoadBudget(load.first_token, load.num_tokens, self._layout.block_size, self._rate())
 
     def _block_compute_s(self, first_token: int) -> float:
         return compute_seconds(first_token, self._layout.block_size, self._rate())

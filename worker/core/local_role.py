@@ -45,6 +45,9 @@ class LocalRole:
     def on_transfer(self, event: TransferEvent, now: float) -> None:
         """Do nothing: there is no handoff."""
 
+    def advance(self, now: float) -> None:
+        """Do nothing: no other thread works for this role."""
+
     def on_tick(self, now: float) -> None:
         """Do nothing: the core watches the request's deadline."""
 

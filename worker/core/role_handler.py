@@ -129,6 +129,10 @@ class RoleHandler(Protocol):
 
     def on_transfer(self, event: TransferEvent, now: float) -> None: ...
 
+    def advance(self, now: float) -> None:
+        """Go on with what other threads have done; called at every turn of the core."""
+        ...
+
     def on_tick(self, now: float) -> None: ...
 
     def counters(self) -> dict[str, float]:

@@ -9,9 +9,9 @@ from typing import Protocol
 
 from contracts.kv_store import BlockKey
 from contracts.node import TierSpeed
-from engine.cache.load_plan import TierOffer, TierRate, plan_load
+from engine.cache.load_plan import TierOffer, TierRate
 from kv_transfer.chunks.block_record import max_record_nbytes
-from worker.core.block_load import BlockLoad
+from worker.core.block_load import BlockLoad, LoadPurpose
 from worker.core.record_check import RecordCheck
 from worker.core.tier_writer import join
 
@@ -98,14 +98,17 @@ class TierLoader:
         self._queue.put((load, last))
 
     def gave_up(self, load: BlockLoad) -> None:
-        """Count a load that fell behind computing here."""
+        """Count a load that fell behind here: behind computing, or behind the link of a handoff."""
         self._num_given_up += 1
         if not self._is_late:
             self._is_late = True
+            is_sent = load.purpose is LoadPurpose.HANDOFF
+            rival, then = ("being sent", "is sent") if is_sent else ("computing it", "computes")
             _log.warning(
-                "KV from the %s tier comes slower than computing it: request %s has %d of %d blocks after %.3f s, and "
-                "computes the others; this is told again once the tier was fast",
-                self.tier.name, load.wanted.request_id, load.num_done, len(load.keys), self._clock() - load.start_s,
+                "KV from the %s tier comes slower than %s: request %s has %d of %d blocks after %.3f s, and "
+                "%s the others; this is told again once the tier was fast",
+                self.tier.name, rival, load.wanted.request_id, load.num_done, len(load.keys),
+                self._clock() - load.start_s, then,
             )  # fmt: skip
 
     def counters(self) -> dict[str, float]:
@@ -154,8 +157,7 @@ class TierLoader:
         before = load.next_token // load.budget.block_size
         for index, key in enumerate(held, 1):
             self.tier.held.add(key, before + index)
-        budget = load.budget
-        plan = plan_load([self.offer(len(held))], load.next_token, budget.block_size, budget.tokens_per_s)
+        plan = load.budget.plan([self.offer(len(held))], load.next_token)
         if held and not plan.parts:
             self.rate.passed_over()
         return held[: plan.num_blocks]

@@ -6,20 +6,19 @@ IncomingOwner, what becomes of each.
 
 import logging
 from collections import OrderedDict
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from contracts.errors import Corrupt, OutOfBlocks, PeerLost, TandemError
 from contracts.handoff import Abort, ChunkHeader, Commit, Fin, Grant, Offer, Refuse, Wait
-from contracts.ids import WorkerId
+from contracts.ids import RequestId, WorkerId
 from contracts.request import WorkerRef
 from engine.engine import Engine
-from engine.messages import Reservation
 from kv_transfer.events import ChunkBad, ChunkLanded, Drained, MessageReceived, PeerDisconnected, TransferEvent
 from kv_transfer.node import TransferNode
 from worker.core.attempt_table import AttemptTable
 from worker.core.chunk_order import ChunkOrder
 from worker.core.role_handler import Attempt, AttemptId
+from worker.handoff.incoming_handoff import IncomingHandoff
 
 log = logging.getLogger(__name__)
 
@@ -27,79 +26,6 @@ EARLY_OFFER_S = 5.0
 """The seconds for which an offer waits for its job. The peer's messages about an attempt and its job race over two
 connections; a job later than this is not coming.
 """
-
-
-@dataclass
-class IncomingHandoff:
-    """The KV of one sequence on its way from `peer`: `num_tokens` tokens, then the token to go on after.
-
-    In a migration these are the tokens of the job, and more come: Fin says how many in all.
-    `chunks`: what has arrived and is checked, the last of it at `landed_s` (monotonic). `has_waited`: the peer was told
-    that there are no pages yet. `is_contradictory`: the peer's messages did not fit each other.
-    """
-
-    attempt: Attempt
-    peer: WorkerRef
-    num_tokens: int
-    offer: Offer | None = None
-    reservation: Reservation | None = None
-    arrival: int = 0
-    has_waited: bool = False
-    chunks: ChunkOrder = field(default_factory=ChunkOrder)
-    landed_s: float = 0.0
-    fin: Fin | None = None
-    is_contradictory: bool = False
-
-    @property
-    def id(self) -> AttemptId:
-        return self.attempt.id
-
-    @property
-    def is_offered(self) -> bool:
-        return self.offer is not None
-
-    @property
-    def is_migration(self) -> bool:
-        return self.attempt.job.is_migration
-
-    @property
-    def is_complete(self) -> bool:
-        chunks = self.chunks
-        return self.fin is not None and (chunks.num_chunks, chunks.next_token) == (self.fin.num_chunks, self.num_tokens)
-
-    def fits(self, offer: Offer) -> bool:
-        """Return whether the offer is of the tokens that are expected; in a migration, of as many at least."""
-        if self.is_migration:
-            return offer.is_bound and offer.num_tokens >= self.num_tokens
-        return not offer.is_bound and offer.num_tokens == self.num_tokens
-
-    def on_fin(self, fin: Fin) -> None:
-        """Learn how much comes. Raises Corrupt if it is not what was offered."""
-        self.fin = fin
-        if not self.is_migration:
-            return
-        assert self.offer is not None
-        if fin.num_tokens is None or not self.num_tokens <= fin.num_tokens <= self.offer.num_tokens:
-            offered = f"{self.num_tokens} to {self.offer.num_tokens} were offered"
-            raise Corrupt(f"the KV of {fin.num_tokens} tokens came, {offered}")
-        self.num_tokens = fin.num_tokens
-
-    def was_lost_with(self, lost: PeerDisconnected) -> bool:
-        """Return whether the handoff ended with the connection."""
-        return self.is_offered and (self.peer.worker_id, self.peer.incarnation) == (lost.peer_id, lost.incarnation)
-
-    def on_chunk(self, header: ChunkHeader, landed_s: float) -> None:
-        """Count a chunk that has arrived. Raises Corrupt if it is not the next."""
-        self.chunks.take(header)
-        self.landed_s = landed_s
-
-    def contradiction(self, block_size: int) -> str | None:
-        """Return why the chunks that Fin claims can never be those that arrive, or None."""
-        if self.fin is None:
-            return None
-        return self.chunks.contradiction(
-            self.fin.num_chunks, -(-(self.num_tokens - self.chunks.next_token) // block_size)
-        )
 
 
 class IncomingOwner(Protocol):
@@ -138,6 +64,7 @@ class IncomingHandoffs:
         self._open: dict[AttemptId, IncomingHandoff] = {}
         self._queue: OrderedDict[AttemptId, IncomingHandoff] = OrderedDict()  # offered, waiting for pages; oldest first
         self._early: dict[AttemptId, tuple[WorkerId, Offer, float]] = {}
+        self._loading: dict[RequestId, IncomingHandoff] = {}  # have pages, which tiers here fill: granted after that
         self._over: dict[AttemptId, float] = {}  # aborted before the job came, or after its end
         self._draining: dict[AttemptId, IncomingHandoff] = {}  # pages that a writer may still touch
         self._quarantined: set[AttemptId] = set()  # pages of a writer that could not be fenced: lost until restart
@@ -193,6 +120,11 @@ class IncomingHandoffs:
                 self._fail(handoff, error)
             self._queue.pop(attempt_id, None)
 
+    def advance(self) -> None:
+        """Grant the pages that tiers here did not fill, once they have filled the others."""
+        for key, num_tokens in self._engine.finished_loads() if self._loading else []:
+            self._send_grant(self._loading.pop(key), num_tokens)
+
     def on_tick(self, now: float) -> None:
         """Grant what can be granted, and forget offers and ends whose job did not come."""
         self.grant_waiting()
@@ -240,26 +172,34 @@ class IncomingHandoffs:
         self.grant_waiting()
 
     def _grant(self, handoff: IncomingHandoff) -> None:
-        """Reserve pages and grant them. Raises OutOfBlocks; then nothing is held."""
+        """Reserve pages, and grant those that nothing here fills. Raises OutOfBlocks; then nothing is held."""
         assert handoff.offer is not None
         bound = handoff.offer.num_tokens if handoff.is_migration else None
         request = handoff.attempt.request(loss=self._node.loss_from(handoff.peer.worker_id))
         reservation = self._engine.reserve(request, handoff.arrival, bound)
         handoff.reservation = reservation
-        groups = self._node.groups_with(handoff.peer.worker_id, sends=False)
-        handoff.chunks = ChunkOrder(len(groups), reservation.skip_tokens)
-        first_page = reservation.skip_tokens // self._engine.layout.block_size
-        request_id, epoch = handoff.id
-        grant = Grant(
-            request_id=request_id,
-            epoch=epoch,
-            pages=[reservation.blocks[first_page:]] * len(groups),
-            skip_tokens=reservation.skip_tokens,
-        )
-        self._node.grant(handoff.peer.worker_id, grant)
-        self._owner.on_granted(handoff)
+        if self._begins_to_load(handoff, handoff.offer):
+            self._loading[handoff.attempt.key] = handoff
+        else:
+            self._send_grant(handoff, reservation.skip_tokens)
         if len(self._queue) == 1 and not handoff.is_migration:  # the grants of others must not wait for it
             self._engine.prepare(handoff.attempt.key)  # the peer computes meanwhile
+
+    def _begins_to_load(self, handoff: IncomingHandoff, offer: Offer) -> bool:
+        """Return whether tiers here fill the first pages, for the link is slower."""
+        layout = self._engine.layout
+        tokens_per_s = offer.nbytes_per_s / layout.block_nbytes * layout.block_size
+        return tokens_per_s > 0 and self._engine.load_reserved(handoff.attempt.key, tokens_per_s)
+
+    def _send_grant(self, handoff: IncomingHandoff, num_here: int) -> None:
+        """Grant the pages behind the first `num_here` tokens, whose KV is here."""
+        assert handoff.reservation is not None
+        groups = self._node.groups_with(handoff.peer.worker_id, sends=False)
+        handoff.chunks = ChunkOrder(len(groups), num_here)
+        pages = [handoff.reservation.blocks[num_here // self._engine.layout.block_size :]] * len(groups)
+        request_id, epoch = handoff.id
+        self._node.grant(handoff.peer.worker_id, Grant(request_id, epoch, pages, num_here))
+        self._owner.on_granted(handoff)
 
     def _send_waits(self, reason: str) -> None:
         for handoff in self._queue.values():
@@ -383,6 +323,7 @@ class IncomingHandoffs:
     def _release(self, handoff: IncomingHandoff) -> None:
         """Drop the request's hold now; the writer's goes when the node proves that it has ended."""
         self._queue.pop(handoff.id, None)
+        self._loading.pop(handoff.attempt.key, None)
         if handoff.reservation is not None:
             self._draining[handoff.id] = handoff
         self._engine.release(handoff.attempt.key)  # before a grant, too: the engine keeps room for requests that wait

@@ -111,6 +111,9 @@ class MigrationSource:
     def on_transfer(self, event: TransferEvent, now: float) -> None:
         self._handoffs.on_transfer(event, now)
 
+    def advance(self, now: float) -> None:
+        """Do nothing: what other threads do comes as events of the node."""
+
     def on_tick(self, now: float) -> None:
         self._advance_all(now)
         for migration in list(self._migrations.values()):
