@@ -62,6 +62,7 @@ COUNTED = {
     **{f"kv_{tier}_compressed_blocks": "blocks" for tier in ("disk", "store")},
     "kv_loads_given_up": "loads",
     **{f"kv_peer_{what}": "pulls" for what in ("loads", "given_up", "refused", "failed")},
+    "kv_handoff_loaded_blocks": "blocks",
     "kv_saved_tokens": "tokens",
     "handoffs_committed": "handoffs",
     "chunks_bad": "chunks",
@@ -69,8 +70,12 @@ COUNTED = {
     "migrations_begun": "moves",
     "migrations_committed": "moves",
     "gateway_replays": "answers",
+    "drafts": "drafts",
 }
-"""What workers and gateways count, and its unit: each must have happened for the gate to mean something."""
+"""What workers and gateways count, and its unit: each must have happened for the gate to mean something.
+
+Drafts only where the options ask for them.
+"""
 
 
 @dataclass
