@@ -52,6 +52,8 @@ SLOW_HOSTS = ("p1", STORE_HOST)
 """The hosts whose KV is compressed; between the others prefixes are pulled sooner than computed."""
 NUM_BEGUN = 30
 """The conversations under way, whose KV is about eight times what a worker's cache holds."""
+REVIVE_S = 1.0
+"""How often it is looked what ended, once all faults were made."""
 MEAN_PAUSE_S = 0.2
 """The pause between two faults of records: they take about as long as the others beside them."""
 COMMON = {"TANDEM_NUM_THREADS": "1", "TANDEM_DTYPE": "float32"}
@@ -217,12 +219,15 @@ async def play(
     async with session() as http:
         model = model_of(services.url)
         clients = [asyncio.create_task(client(http, services.url, model, table, report)) for _ in range(args.clients)]
-        striker = asyncio.create_task(strike(kept, args.faults, rng, report, table))
+        striker = asyncio.create_task(strike_and_revive(kept, args.faults, rng, report, table))
         teller = asyncio.create_task(tell(report, table, args.faults))
         follower = asyncio.create_task(sums.follow(http))
         try:
-            await asyncio.gather(striker, *clients)
+            talks = asyncio.gather(*clients)
+            await asyncio.wait([striker, talks], return_when=asyncio.FIRST_COMPLETED)
+            await (talks if talks.done() else striker)  # the latter has failed
         finally:
+            striker.cancel()
             teller.cancel()
             follower.cancel()
         await rest(services, report)
@@ -297,6 +302,19 @@ async def client(http: aiohttp.ClientSession, url: str, model: str, table: Table
 def words_of(error: str) -> str:
     """Return an error without what differs from one request to the next."""
     return " ".join(word for word in error.split() if not any(map(str.isdigit, word)) or word.isdigit())[:80]
+
+
+async def strike_and_revive(
+    kept: KeptKV, num_faults: int, rng: random.Random, report: GateReport, table: Table
+) -> None:
+    """Make the faults, then start again what ends, until cancelled.
+
+    A worker that drains ends long after its fault; with no decode worker left, nobody would be answered any more.
+    """
+    await strike(kept, num_faults, rng, report, table)
+    while True:
+        await revive(kept.services)
+        await asyncio.sleep(REVIVE_S)
 
 
 async def strike(kept: KeptKV, num_faults: int, rng: random.Random, report: GateReport, table: Table) -> None:
