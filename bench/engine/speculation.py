@@ -1,6 +1,7 @@
 """The benchmark of speculative decoding on a CPU, beside the same build without it.
 
-`python -m bench.engine.speculation [--out FILE] [--rounds 3] [--kinds chat "code edit"] [--skip-acceptance]`
+`python -m bench.engine.speculation [--out FILE] [--rounds 3] [--kinds chat "code edit"] [--skip-acceptance]
+[--drafters ngram suffix eagle3]`
 
 Answers are greedy, to prompts of five kinds (bench.engine.speculation_texts), and the same in every run: that is
 checked. Acceptance length is the tokens that a drafted step gives, its own included, with every draft verified whole.
@@ -12,6 +13,7 @@ import argparse
 import logging
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -21,19 +23,22 @@ import torch
 from bench.engine.speculation_texts import PROMPTS, conversation
 from bench.report.result import ResultRow, write_result
 from checkpoint import Checkpoint, open_checkpoint
-from contracts.ids import RequestId
+from checkpoint.huggingface.eagle3_folder import shipped_head
+from contracts.ids import BlockId, RequestId
 from contracts.sampling import SamplingParams
-from engine.backend import Backend, Runner
+from engine.backend import Backend, Drafting, Runner
 from engine.cpu.loader import load_cpu_backend
 from engine.engine import Engine
 from engine.messages import EngineRequest
 from engine.scheduler.batch import ScheduledChunk
 from engine.sequence import Sequence as EngineSequence
 from engine.settings import EngineSettings
+from engine.speculative.choice import EAGLE3
 from engine.speculative.proposer import Draft
 
 MAX_TOKENS, NUM_STREAMS = 128, 16
-DRAFTERS = ("ngram", "suffix")
+DRAFTERS = ("ngram", "suffix", EAGLE3)
+DRAFT_CONTEXT = 128
 LENGTHS = (1, 2, 3, 5)
 CONTEXTS, NUM_ROWS, NUM_STEPS = (128, 1024), range(1, 7), 24
 PEER = "the same build without speculation"
@@ -67,15 +72,21 @@ class Answered:
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     args = _arguments()
-    settings = EngineSettings(model=args.model, dtype=args.dtype, prefix_cache=False, num_threads=args.threads)
-    checkpoint = open_checkpoint(settings.model)
+    checkpoint = open_checkpoint(args.model)
+    drafters = [name for name in args.drafters if name != EAGLE3 or shipped_head(checkpoint.name)]
+    settings = EngineSettings(
+        model=args.model, dtype=args.dtype, prefix_cache=False, num_threads=args.threads,
+        speculate=EAGLE3 if EAGLE3 in drafters else "off",
+    )  # fmt: skip
     backend = load_cpu_backend(settings, checkpoint, lambda *_: None)
     tokenizer = checkpoint.tokenizer()
     prompts = {kind: [tokenizer.encode(conversation(text)).ids for text in PROMPTS[kind]] for kind in args.kinds}
     rows = step_rows(backend.runner)
+    if backend.drafting is not None:
+        rows += drafting_rows(backend.drafting)
     if not args.skip_acceptance:
-        rows += acceptance_rows(settings, checkpoint, backend, prompts)
-    rows += rate_rows(settings, checkpoint, backend, prompts, args.rounds, args.draft_tokens)
+        rows += acceptance_rows(settings, checkpoint, backend, prompts, drafters)
+    rows += rate_rows(settings, checkpoint, backend, prompts, args.rounds, args.draft_tokens, drafters)
     config = {
         "model": checkpoint.name, "dtype": backend.dtype, "threads": torch.get_num_threads(), "rounds": args.rounds,
         "answers": MAX_TOKENS,
@@ -92,6 +103,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="0: acceptance and steps alone")
     parser.add_argument("--draft-tokens", type=int, default=3, help="most of a draft where rates are measured")
     parser.add_argument("--kinds", nargs="+", choices=list(PROMPTS), default=list(PROMPTS))
+    parser.add_argument("--drafters", nargs="+", choices=DRAFTERS, default=list(DRAFTERS))
     parser.add_argument("--skip-acceptance", action="store_true", help="measure times and rates alone")
     parser.add_argument("--out", type=Path, default=None)
     return parser.parse_args()
@@ -116,6 +128,24 @@ def step_rows(runner: Runner) -> list[ResultRow]:
     return rows
 
 
+def drafting_rows(drafting: Drafting) -> list[ResultRow]:
+    """Return the seconds that a head takes for drafts of one answer, and for reading the rows that verify them."""
+    rows = []
+    chunk = _drafted(DRAFT_CONTEXT, 0)
+    drafting.drafter.emptied([BlockId(block) for block in chunk.sequence.blocks])
+    drafting.runner.forward([ScheduledChunk(chunk.sequence, 0, DRAFT_CONTEXT - 1)])
+    for length in LENGTHS:
+        seconds = []
+        for _ in range(NUM_STEPS):
+            start = time.perf_counter()
+            drafting.drafter.propose([chunk.sequence], [length])
+            seconds.append(time.perf_counter() - start)
+        median = statistics.median(seconds)
+        rows.append(ResultRow("drafting", median * 1e3, "ms", {"k": length, "context": DRAFT_CONTEXT}))
+        _log.info("a head's draft of %d tokens: %.2f ms", length, median * 1e3)
+    return rows
+
+
 def _drafted(context: int, num_drafted: int) -> ScheduledChunk:
     """Return the decode of a sequence of so many tokens, whose KV is whatever the first blocks hold."""
     sampling = SamplingParams(max_tokens=1 << 20, seed=0, temperature=0.0)
@@ -126,12 +156,16 @@ def _drafted(context: int, num_drafted: int) -> ScheduledChunk:
 
 
 def acceptance_rows(
-    settings: EngineSettings, checkpoint: Checkpoint, backend: Backend, prompts: dict[str, Ids]
+    settings: EngineSettings,
+    checkpoint: Checkpoint,
+    backend: Backend,
+    prompts: dict[str, Ids],
+    drafters: Sequence[str],
 ) -> list[ResultRow]:
     rows = []
     for kind, asked in prompts.items():
-        plain = run(Engine(settings, checkpoint, backend), asked, kind)
-        for drafter in DRAFTERS:
+        plain = run(Engine(replace(settings, speculate="off"), checkpoint, backend), asked, kind)
+        for drafter in drafters:
             for length in LENGTHS:
                 chosen = replace(settings, speculate=drafter, draft_tokens=length, adapts_drafts=False)
                 found = run(Engine(chosen, checkpoint, backend), asked, kind)
@@ -151,10 +185,11 @@ def rate_rows(
     prompts: dict[str, Ids],
     rounds: int,
     length: int,
+    drafters: Sequence[str],
 ) -> list[ResultRow]:
     """Return tokens per second of one answer at a time and of 16, medians over rounds that take turns."""
     engines = {name: Engine(replace(settings, speculate=name, draft_tokens=length), checkpoint, backend)
-               for name in ("off", *DRAFTERS)}  # fmt: skip
+               for name in ("off", *drafters)}  # fmt: skip
     mixed = [prompt for kind in zip(*prompts.values(), strict=True) for prompt in kind][:NUM_STREAMS]
     seen: dict[tuple[str, int, str], list[float]] = {}
     for index in range(rounds + 1 if rounds else 0):  # the first warms up
