@@ -129,7 +129,7 @@ def step_rows(runner: Runner) -> list[ResultRow]:
 
 
 def drafting_rows(drafting: Drafting) -> list[ResultRow]:
-    """Return the seconds that a head takes for drafts of one answer, and for reading the rows that verify them."""
+    """Return the seconds that a head takes for drafts of one answer, by their length."""
     rows = []
     chunk = _drafted(DRAFT_CONTEXT, 0)
     drafting.drafter.emptied([BlockId(block) for block in chunk.sequence.blocks])

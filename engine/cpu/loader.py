@@ -16,12 +16,16 @@ from engine.cpu.joint_cache import JointCache
 from engine.cpu.kv_cache import KVCache
 from engine.cpu.linear import FORMATS
 from engine.cpu.native.choice import NATIVE, native_kernels
+from engine.cpu.native.eagle3_head import EmbeddingRows, load_native_head, unfit_widths
 from engine.cpu.native.loader import load_native_backend
 from engine.cpu.runner import CpuRunner
 from engine.cpu.weight_loader import load_weights
 from engine.model_loader.checkpoint_weights import open_weights
 from engine.sampling.host_sampler import Sampler
 from engine.settings import EngineSettings
+from kernels.cpu.build import BuildError
+from kernels.cpu.native import NativeKernels, load_kernels
+from models.eagle3 import Eagle3Config
 from process.memory_limit import available_nbytes
 
 _log = logging.getLogger(__name__)
@@ -49,7 +53,12 @@ def load_cpu_backend(settings: EngineSettings, checkpoint: Checkpoint, progress:
     drafting, whole = None, cache
     if head is not None:
         drafts, tensors = head.cache(num_blocks, settings.max_num_seqs), head.tensors(checkpoint, source)
-        own = load_torch_head(tensors, number_format, drafts, weights.embedding, max_model_len)
+        kernels = None if dtype == "float32" else _kernels_of_head(settings, tensors.config)
+        if kernels is None:
+            own = load_torch_head(tensors, number_format, drafts, weights.embedding, max_model_len)
+        else:
+            rows = EmbeddingRows.of_tensor(weights.embedding)
+            own = load_native_head(tensors, kernels, drafts, rows, max_model_len)
         drafter = Eagle3Drafter(own, drafts)
         drafting, whole = Drafting(drafter, CpuRunner(model, cache, drafter)), JointCache(cache, drafts.pages)
     _log.info("%s ready: %s, context of %d tokens", checkpoint.name, dtype, max_model_len)
@@ -62,3 +71,18 @@ def load_cpu_backend(settings: EngineSettings, checkpoint: Checkpoint, progress:
     caches_decoded_kv = number_format.is_uniform
     sampler = Sampler(checkpoint.eos_token_ids)
     return Backend(whole, CpuRunner(model, cache), sampler, dtype, max_model_len, caches_decoded_kv, drafting)
+
+
+def _kernels_of_head(settings: EngineSettings, config: Eagle3Config) -> NativeKernels | None:
+    """Return what computes a head beside torch's path, if it can be had.
+
+    One row through torch's small operations takes several times as long as the bytes of the head do.
+    """
+    try:
+        kernels = None if unfit_widths(config) else load_kernels(settings.cache_dir, _log.info)
+    except (BuildError, OSError) as error:
+        _log.info("the head is computed by torch, since the native kernels are not here: %s", error)
+        return None
+    if kernels is not None:
+        kernels.set_threads(torch.get_num_threads())
+    return kernels

@@ -1,7 +1,8 @@
 """An EAGLE3 head on the native kernels, beside the native step."""
 
 import ctypes
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -21,6 +22,26 @@ _EMBEDDING_KINDS = {
     torch.float16: GGMLQuantizationType.F16,
     torch.bfloat16: GGMLQuantizationType.BF16,
 }
+
+
+@dataclass(frozen=True)
+class EmbeddingRows:
+    """An embedding in memory that `held` keeps.
+
+    Rows of `row_nbytes` follow each other from `address` on; `kind` is one of GGUF's formats.
+    """
+
+    kind: int
+    address: int
+    row_nbytes: int
+    held: Any
+
+    @classmethod
+    def of_tensor(cls, tensor: torch.Tensor) -> Self:
+        """Take those of a tensor `[vocab, hidden]`, which is contiguous."""
+        assert tensor.is_contiguous()
+        row_nbytes = tensor.shape[1] * tensor.element_size()
+        return cls(_EMBEDDING_KINDS[tensor.dtype], tensor.data_ptr(), row_nbytes, tensor)
 
 
 class NativeEagle3Head:
@@ -85,30 +106,37 @@ class NativeEagle3Head:
 
 
 def load_native_head(
-    tensors: Eagle3Tensors, kernels: NativeKernels, cache: DraftCache, target: ModelStruct, max_model_len: int
+    tensors: Eagle3Tensors,
+    kernels: NativeKernels,
+    cache: DraftCache,
+    target: EmbeddingRows,
+    max_model_len: int,
+    is_exact: bool = False,
 ) -> NativeEagle3Head:
-    """Return the head, its matrices in Q8_0, or in float32 where KV is.
+    """Return the head, its matrices in Q8_0, or in float32. `target`: the model's embedding.
 
     Raises ConfigError, which names the field, for widths that the native step does not take.
     """
-    _require_widths(tensors.config)
-    return _NativeHeadLoader(tensors, kernels, cache).load(target, max_model_len)
+    if reason := unfit_widths(tensors.config):
+        raise ConfigError(f"{reason}: set another dtype")
+    return _NativeHeadLoader(tensors, kernels, cache, is_exact).load(target, max_model_len)
 
 
-def _require_widths(config: Eagle3Config) -> None:
+def unfit_widths(config: Eagle3Config) -> str | None:
+    """Return why the native step can't take the head, or None."""
     for name in ("hidden_size", "target_hidden_size", "intermediate_size", "head_dim"):
         if (width := getattr(config, name)) % 32:
-            raise ConfigError(f"the head's {name} is {width}; the native step takes multiples of 32: set another dtype")
+            return f"the head's {name} is {width}; the native step takes multiples of 32"
+    return None
 
 
 class _NativeHeadLoader:
-    def __init__(self, tensors: Eagle3Tensors, kernels: NativeKernels, cache: DraftCache) -> None:
+    def __init__(self, tensors: Eagle3Tensors, kernels: NativeKernels, cache: DraftCache, is_exact: bool) -> None:
         self._tensors, self._kernels, self._cache = tensors, kernels, cache.kv
-        is_exact = cache.kv.dtype is torch.float32
         self._kind = GGMLQuantizationType.F32 if is_exact else GGMLQuantizationType.Q8_0
         self._held: list[Any] = [cache]
 
-    def load(self, target: ModelStruct, max_model_len: int) -> NativeEagle3Head:
+    def load(self, target: EmbeddingRows, max_model_len: int) -> NativeEagle3Head:
         tensors, config = self._tensors, self._tensors.config
         layers = (LayerStruct * config.num_layers)()
         for index, layer in enumerate(layers):
@@ -132,9 +160,12 @@ class _NativeHeadLoader:
             feature_gain=self._hold(tensors.gain("layers.0.hidden_norm")),
             adds_normed=int(config.norm_before_residual),
         )
-        self._embed(struct, target)
+        own = tensors.own_embedding()
+        embedding = target if own is None else EmbeddingRows.of_tensor(own.contiguous())
+        struct.embedding, struct.embedding_kind = embedding.address, embedding.kind
+        struct.embedding_row_nbytes = embedding.row_nbytes
         fc = self._packed(tensors.tensor("fc.weight"))
-        held = (layers, target, *self._held)
+        held = (layers, embedding, *self._held)
         return NativeEagle3Head(config, tensors.targets(), self._kernels, struct, fc, self._aux_gains(), held)
 
     def _fill(self, layer: LayerStruct, index: int) -> None:
@@ -150,18 +181,6 @@ class _NativeHeadLoader:
         pages = self._cache.pages(index)
         layer.keys = pages.data_ptr()
         layer.values = pages.data_ptr() + pages.numel() * pages.element_size() // 2
-
-    def _embed(self, struct: ModelStruct, target: ModelStruct) -> None:
-        """Have the head read its own embedding, or the target's."""
-        own = self._tensors.own_embedding()
-        if own is None:
-            struct.embedding, struct.embedding_kind = target.embedding, target.embedding_kind
-            struct.embedding_row_nbytes = target.embedding_row_nbytes
-            return
-        rows = own.contiguous()
-        self._held.append(rows)
-        struct.embedding, struct.embedding_kind = rows.data_ptr(), _EMBEDDING_KINDS[own.dtype]
-        struct.embedding_row_nbytes = rows.shape[1] * rows.element_size()
 
     def _aux_gains(self) -> tuple[np.ndarray, ...]:
         config, tensors = self._tensors.config, self._tensors

@@ -10,7 +10,7 @@ from engine.cpu.eagle3.loader import open_head
 from engine.cpu.joint_cache import JointCache
 from engine.cpu.kv_cache import KVCache
 from engine.cpu.native.choice import NATIVE
-from engine.cpu.native.eagle3_head import load_native_head
+from engine.cpu.native.eagle3_head import EmbeddingRows, load_native_head
 from engine.cpu.native.runner import NativeRunner
 from engine.cpu.native.weights import load_native_model
 from engine.model_loader.checkpoint_weights import StoredWeightSource
@@ -44,7 +44,10 @@ def load_native_backend(
     drafting, whole = None, cache
     if head is not None:
         drafts, tensors = head.cache(num_blocks, settings.max_num_seqs), head.tensors(checkpoint, source)
-        drafter = Eagle3Drafter(load_native_head(tensors, kernels, drafts, model.struct, max_model_len), drafts)
+        own, is_exact = model.struct, kv_dtype == "float32"
+        embedding = EmbeddingRows(own.embedding_kind, own.embedding, own.embedding_row_nbytes, model)
+        native = load_native_head(tensors, kernels, drafts, embedding, max_model_len, is_exact)
+        drafter = Eagle3Drafter(native, drafts)
         drafting = Drafting(drafter, NativeRunner(kernels, model, drafter, head.aux_layers))
         whole = JointCache(cache, drafts.pages)
     _log.info("%s ready: %s, context of %d tokens", checkpoint.name, NATIVE, max_model_len)

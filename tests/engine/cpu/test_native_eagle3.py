@@ -1,16 +1,21 @@
 """An EAGLE3 head on the native kernels drafts what the formulas say, where nothing is rounded."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
 from bench.models.transformers_oracle import greedy as oracle_greedy
 from checkpoint import open_checkpoint
 from contracts.errors import ConfigError
+from engine.cpu.eagle3.drafter import Eagle3Drafter
+from engine.cpu.eagle3.torch_head import TorchEagle3Head
+from engine.cpu.native.eagle3_head import NativeEagle3Head
+from engine.loader import load_engine
+from kernels.cpu.build import BuildError
 from kernels.cpu.native import LEVELS, load_kernels
 from tests.engine.cpu.test_native import SHAPE, native_engine
-from tests.engine.driving import answers, greedy, random_prompts
+from tests.engine.driving import answers, greedy, random_prompts, settings
 from tests.engine.speculative.judged_drafts import judge, require_formulas
 from tests.engine.speculative.tiny_heads import ReferenceDrafts, save_head, speculators
 from tests.engine.tiny_models import VOCAB, save_tiny
@@ -74,3 +79,25 @@ def test_a_head_of_another_width_is_refused_by_its_name(target, tmp_path: Path):
     head = save_head(tmp_path, stated, open_checkpoint(str(folder)).config)
     with pytest.raises(ConfigError, match="the head's intermediate_size is 136; the native step takes multiples of 32"):
         native_engine(folder, speculate=str(head))
+
+
+def unbuilt(*_: object) -> NoReturn:
+    raise BuildError("no C++ compiler is here")
+
+
+@pytest.mark.parametrize(("dtype", "is_built"), [("float16", True), ("float16", False), ("float32", True)])
+def test_beside_torch_s_path_the_kernels_compute_the_head_where_they_are(
+    target, tmp_path: Path, dtype: str, is_built: bool, monkeypatch: pytest.MonkeyPatch
+):
+    folder, _, prompts, _ = target
+    head = save_head(tmp_path, HEADS["plain"], open_checkpoint(str(folder)).config)
+    if not is_built:
+        monkeypatch.setattr("engine.cpu.loader.load_kernels", unbuilt)
+    chosen: dict[str, Any] = {"model": str(folder), "dtype": dtype, "num_threads": 2}
+    engine = load_engine(settings(speculate=str(head), adapts_drafts=False, **chosen))
+    judged = judge(engine, prompts, [[] for _ in prompts])
+    kind = NativeEagle3Head if dtype == "float16" and is_built else TorchEagle3Head
+    drafter = judged._drafter  # pyright: ignore[reportPrivateUsage]
+    assert isinstance(drafter, Eagle3Drafter) and isinstance(drafter._head, kind)  # pyright: ignore[reportPrivateUsage]
+    assert answers(engine, prompts, greedy(20)) == answers(load_engine(settings(**chosen)), prompts, greedy(20))
+    assert all(len(draft) > 0 for draft in judged.drafts.values())
