@@ -15,12 +15,15 @@ from service.settings import read_settings
 from service.version import release
 from tandem.local.settings import UpSettings
 from tools.configuration import COMMANDS
-from worker.settings import Dtype, Transfer, WorkerSettings
+from worker.settings import DRAFTERS, Dtype, Transfer, WorkerSettings
 
 KINDS: list[type[BaseSettings]] = [CoordinatorSettings, GatewaySettings, WorkerSettings, UpSettings]
 FORMATS = (
     "from engine.cpu.linear import FORMATS; from engine.cpu.native.choice import NATIVE; "
     "from engine.cuda.model.number_formats import DEVICE_FORMATS; print('auto', NATIVE, *FORMATS, *DEVICE_FORMATS)"
+)
+NAMED_DRAFTERS = (
+    "from engine.speculative.choice import AUTO, EAGLE3, OFF, PROPOSERS; print(AUTO, OFF, EAGLE3, *PROPOSERS)"
 )
 TRANSPORTS = "from kv_transfer.settings import TRANSPORTS; print(*TRANSPORTS)"
 
@@ -130,3 +133,12 @@ def test_a_worker_id_that_is_no_part_of_a_key_is_refused():
     with pytest.raises(ConfigError, match="worker_id"):
         read_settings(WorkerSettings, ["--worker-id", "d1:alive"])
     assert read_settings(WorkerSettings, ["--worker-id", "host-1.a_b"]).worker_id == "host-1.a_b"
+
+
+def test_a_drafter_is_named_as_the_engine_names_it_or_is_a_folder():
+    assert set(DRAFTERS) == printed(NAMED_DRAFTERS)
+    assert read_settings(WorkerSettings, ["--speculate", "./head"]).speculate == "./head"
+    with pytest.raises(
+        ConfigError, match=r"speculate is 'head': it may be auto, off, .*, or the folder of an EAGLE3 head"
+    ):
+        read_settings(WorkerSettings, ["--speculate", "head"])
