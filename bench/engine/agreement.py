@@ -1,14 +1,16 @@
 """The benchmark of how near the engine's answers are to float32.
 
-`python -m bench.engine.agreement [--dtype float32] [--prompts 64] [--tokens 64]`
+`python -m bench.engine.agreement [--dtype float32] [--prompts 64] [--tokens 64] [--llama PYTHON]`
 
 For float32 it counts greedy answers that equal those of transformers on the same weights. For every format it measures
 teacher-forced argmax agreement and KL divergence against transformers in float32, and whether answers stay the same
-from run to run, alone and in a batch, with chunks and with prefix hits.
+from run to run, alone and in a batch, with chunks and with prefix hits. `--llama` is the Python of an environment
+that has llama-cpp-python: its logits on the same GGUF file, along the same answers, are compared in the same way.
 """
 
 import argparse
 import logging
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from bench.engine.llama_cpp_process import LlamaCppProcess
 from bench.models.transformers_oracle import greedy, oracle
 from bench.report.result import ResultRow, write_result
 from contracts.ids import RequestId
@@ -60,18 +63,29 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="+", default=[NATIVE, *FORMATS])
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--llama", type=Path, default=None, help="the Python of an environment with llama-cpp-python")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
     golds: list[Gold] = []
     rows: list[ResultRow] = []
+    version = None
     for dtype in args.dtype:
         engine = load_engine(EngineSettings(model=args.model, dtype=dtype, kv_cache_nbytes=1 << 30))
-        golds = golds or gold(oracle(engine.checkpoint), prompts(engine, args.prompts), args.tokens)
-        rows += compare(engine, golds, args.model)
-        for row in rows[-6:]:
-            logging.info("%s %s: %.6g %s", dtype, row.name, row.value, row.unit)
-    config = {"model": args.model, "prompts": args.prompts, "tokens": args.tokens}
+        if not golds:
+            golds = gold(oracle(engine.checkpoint), prompts(engine, args.prompts), args.tokens)
+            if args.llama:
+                peer = LlamaCppProcess(args.llama, engine.checkpoint.path, torch.get_num_threads(), 1)
+                rows, version = _logged(compare_llama_cpp(peer, golds)), peer.version
+                peer.close()
+        rows += _logged(compare(engine, golds, args.model))
+    config = {"model": args.model, "prompts": args.prompts, "tokens": args.tokens, "llama-cpp-python": version}
     logging.info("%s", write_result(args.out, "agreement", rows, config))
+
+
+def _logged(rows: list[ResultRow]) -> list[ResultRow]:
+    for row in rows:
+        logging.info("%s %s: %.6g %s", row.params["dtype"], row.name, row.value, row.unit)
+    return rows
 
 
 def prompts(engine: Engine, count: int) -> list[list[int]]:
@@ -100,17 +114,30 @@ def compare(engine: Engine, golds: SequenceOf[Gold], model: str) -> list[ResultR
         model=model, dtype=engine.dtype, max_batched_tokens=64, max_num_seqs=5, kv_cache_nbytes=1 << 28
     )
     chunked = answers(load_engine(small), golds)
-    argmax, divergence = teacher_forced(engine, golds)
     exact = [gold.answer for gold in golds]
     figures = {
         "answers equal to transformers float32": _share(together, exact),
         "answers equal in a second run, with prefix hits": _share(together, again),
         f"answers equal alone (first {len(alone)})": _share(together[: len(alone)], alone),
         "answers equal with 64-token chunks": _share(together, chunked),
-        "argmax equal, teacher-forced": argmax,
     }
     rows = [ResultRow(name, value, "of 1", params, limit=1.0) for name, value in figures.items()]
-    return [*rows, ResultRow("KL divergence from float32", divergence, "nats", params)]
+    return [*rows, *_distance(golds, teacher_forced(engine, golds), engine.dtype)]
+
+
+def compare_llama_cpp(peer: LlamaCppProcess, golds: SequenceOf[Gold]) -> list[ResultRow]:
+    """Return how far the logits of llama.cpp are from float32's."""
+    found = (torch.from_numpy(peer.forced_logits(gold.prompt, gold.answer)) for gold in golds)
+    return _distance(golds, found, "llama.cpp")
+
+
+def _distance(golds: SequenceOf[Gold], found: Iterable[torch.Tensor], dtype: str) -> list[ResultRow]:
+    argmax, divergence = distance(golds, found)
+    params = {"dtype": dtype}
+    return [
+        ResultRow("argmax equal, teacher-forced", argmax, "of 1", params, limit=1.0),
+        ResultRow("KL divergence from float32", divergence, "nats", params),
+    ]
 
 
 def _share(ours: list[list[int]], theirs: list[list[int]]) -> float:
@@ -130,21 +157,28 @@ def answers(engine: Engine, golds: SequenceOf[Gold]) -> list[list[int]]:
     return list(found.values())
 
 
-def teacher_forced(engine: Engine, golds: SequenceOf[Gold]) -> tuple[float, float]:
-    """Return the share of equal argmaxes and the mean KL divergence in nats along the float32 answers.
+def distance(golds: SequenceOf[Gold], found: Iterable[torch.Tensor]) -> tuple[float, float]:
+    """Return the share of equal argmaxes and the mean KL divergence, in nats.
+
+    `found`: the logits along each float32 answer, `[tokens, vocab]`.
+    """
+    equal, divergence, count = 0, 0.0, 0
+    for gold, logits in zip(golds, found, strict=True):
+        equal += int((logits.argmax(-1) == gold.logits.argmax(-1)).sum())
+        # In float64, since float32 would leave a rounding error of 1e-8, of either sign, between equal logits.
+        expected, ours = gold.logits.double().log_softmax(-1), logits.double().log_softmax(-1)
+        divergence += float((expected.exp() * (expected - ours)).sum())
+        count += len(gold.answer)
+    return equal / count, divergence / count
+
+
+def teacher_forced(engine: Engine, golds: SequenceOf[Gold]) -> Iterator[torch.Tensor]:
+    """Yield the engine's logits along the float32 answers.
 
     It writes over the engine's cache.
     """
-    equal, divergence, count = 0, 0.0, 0
     for first in range(0, len(golds), NUM_FORCED):
-        group = golds[first : first + NUM_FORCED]
-        for gold, ours in zip(group, forced_logits(engine, group), strict=True):
-            equal += int((ours.argmax(-1) == gold.logits.argmax(-1)).sum())
-            # In float64, since float32 would leave a rounding error of 1e-8, of either sign, between equal logits.
-            expected, found = gold.logits.double().log_softmax(-1), ours.double().log_softmax(-1)
-            divergence += float((expected.exp() * (expected - found)).sum())
-            count += len(gold.answer)
-    return equal / count, divergence / count
+        yield from forced_logits(engine, golds[first : first + NUM_FORCED])
 
 
 def forced_logits(engine: Engine, golds: SequenceOf[Gold]) -> list[torch.Tensor]:

@@ -1,7 +1,7 @@
-"""The peer process of `bench.engine.native`: llama.cpp through llama-cpp-python.
+"""The peer process of `bench.engine.native` and `.agreement`: llama.cpp, by llama-cpp-python.
 
 It stands alone: the interpreter that runs it has llama_cpp and numpy, and none of Tandem. Each line of its standard
-input is a measurement as JSON, each line of its output the tokens per second.
+input is a measurement as JSON, each line of its output the tokens per second, or 0 where the answer is a file.
 """
 
 import json
@@ -47,12 +47,26 @@ class LlamaCpp:
         start = time.perf_counter()
         for step in range(num_tokens):
             self._run([(newest[s], prompt + step, s) for s in range(streams)], set(range(streams)))
-            newest = [self._likeliest(stream) for stream in range(streams)]
+            newest = [int(self._logits(stream).argmax()) for stream in range(streams)]
         return streams * num_tokens / (time.perf_counter() - start)
 
-    def _likeliest(self, row: int) -> int:
-        logits = api.llama_get_logits_ith(self._context, row)
-        return int(np.ctypeslib.as_array(logits, (self._vocab,)).argmax())
+    def forced_logits(self, prompt: list[int], answer: list[int], file: str) -> float:
+        """Write the logits that led to each token of an answer, `[len(answer), vocab]`, as a .npy file.
+
+        They are computed as in serving: the prompt at once, the answer token by token.
+        """
+        self._clear()
+        end = len(prompt)
+        self._run([(token, position, 0) for position, token in enumerate(prompt)], {end - 1})
+        rows = [self._logits(end - 1).copy()]
+        for position, token in enumerate(answer[:-1], end):
+            self._run([(token, position, 0)], {0})
+            rows.append(self._logits(0).copy())
+        np.save(file, np.stack(rows))
+        return 0.0
+
+    def _logits(self, row: int) -> np.ndarray:
+        return np.ctypeslib.as_array(api.llama_get_logits_ith(self._context, row), (self._vocab,))
 
     def _run(self, entries: list[tuple[int, int, int]], wanted: set[int]) -> None:
         batch = self._batch
@@ -80,8 +94,8 @@ def main() -> None:
     print(json.dumps({"version": api.__version__}), file=answers, flush=True)
     for line in sys.stdin:
         call = json.loads(line)
-        rate = getattr(peer, call.pop("what"))(**call)
-        print(json.dumps(rate), file=answers, flush=True)
+        found = getattr(peer, call.pop("what"))(**call)
+        print(json.dumps(found), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -8,18 +8,15 @@ sampling included. The limit of decode is the time to read every weight once, at
 """
 
 import argparse
-import json
 import logging
-import os
-import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from bench.engine.cpu import NUM_DECODED, NUM_PROMPT, NUM_STREAMS, decode, medians_in_turns, prefill, read_bandwidth
+from bench.engine.llama_cpp_process import LlamaCppProcess
 from bench.report.result import ResultRow, write_result
 from engine.engine import Engine
 from engine.loader import load_engine
@@ -31,44 +28,6 @@ _PROMPT = 64
 _log = logging.getLogger(__name__)
 
 
-class LlamaCppProcess:
-    """llama.cpp in a process of its own, asked for one measurement at a time."""
-
-    def __init__(self, python: Path, model: Path, threads: int) -> None:
-        script = Path(__file__).with_name("llama_cpp_peer.py")
-        command = [str(python), str(script), str(model), str(threads), str(NUM_STREAMS)]
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, env=environment
-        )
-        self.version = self._answer()["version"]
-
-    def decode(self, streams: int) -> float:
-        return self._ask(what="decode", streams=streams, prompt=_PROMPT, num_tokens=NUM_DECODED)
-
-    def prefill(self) -> float:
-        return self._ask(what="prefill", num_tokens=NUM_PROMPT)
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(timeout=30)
-
-    def _ask(self, **call: Any) -> float:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(call) + "\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def _answer(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"llama.cpp ended with {self._process.wait()}")
-        return json.loads(line)
-
-
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     args = _arguments()
@@ -77,7 +36,7 @@ def main() -> None:
     native = load_engine(replace(base, dtype="native"))
     engines = {"native": native, "torch": load_engine(replace(base, dtype=args.torch_dtype))}
     threads = torch.get_num_threads()
-    peer = LlamaCppProcess(args.llama, native.checkpoint.path, threads) if args.llama else None
+    peer = LlamaCppProcess(args.llama, native.checkpoint.path, threads, NUM_STREAMS) if args.llama else None
     rates = measure(engines, peer, args.rounds)
     config = {
         "model": native.checkpoint.name,
@@ -111,11 +70,11 @@ def measure(engines: dict[str, Engine], peer: LlamaCppProcess | None, rounds: in
         for name, engine in engines.items():
             runs[f"{name} decode {streams}"] = lambda engine=engine, streams=streams: decode(engine, streams)
         if peer:
-            runs[f"llama.cpp decode {streams}"] = lambda streams=streams: peer.decode(streams)
+            runs[f"llama.cpp decode {streams}"] = lambda streams=streams: peer.decode(streams, _PROMPT, NUM_DECODED)
     for name, engine in engines.items():
         runs[f"{name} prefill"] = lambda engine=engine: prefill(engine)
     if peer:
-        runs["llama.cpp prefill"] = peer.prefill
+        runs["llama.cpp prefill"] = lambda: peer.prefill(NUM_PROMPT)
     return medians_in_turns(runs, rounds)
 
 

@@ -2,16 +2,26 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from bench.engine import cpu as engine_bench
-from bench.engine.agreement import Gold, answers, compare, gold, prompts, teacher_forced
+from bench.engine.agreement import (
+    Gold,
+    answers,
+    compare,
+    compare_llama_cpp,
+    distance,
+    gold,
+    prompts,
+    teacher_forced,
+)
 from bench.engine.cpu import _rows, decode, prefill, submit, weight_nbytes
 from engine.cpu.linear import FORMATS
 from engine.loader import load_engine
 from tests.engine.driving import settings
-from tests.engine.tiny_models import save_tiny
+from tests.engine.tiny_models import VOCAB, save_tiny
 
 
 @pytest.fixture(scope="module")
@@ -102,8 +112,22 @@ def test_an_engine_in_float32_agrees_in_full(tiny, golds):
 def test_a_wrong_model_is_seen(tiny, golds):
     _, _, engine = tiny
     wrong = [Gold(g.prompt, g.answer, torch.randn_like(g.logits) * 8) for g in golds]
-    argmax, divergence = teacher_forced(engine, wrong)
+    argmax, divergence = distance(wrong, teacher_forced(engine, wrong))
     assert argmax < 0.5 and divergence > 0.1
+
+
+def test_llama_cpp_is_compared_along_the_same_answers(golds):
+    asked = []
+
+    class Peer:
+        def forced_logits(self, prompt, answer):
+            asked.append((prompt, answer))
+            return golds[len(asked) - 1].logits.numpy() + (0 if len(asked) == 1 else np.eye(6, VOCAB, 3) * 9)
+
+    argmax, divergence = compare_llama_cpp(Peer(), golds)  # type: ignore[arg-type]
+    assert asked == [(gold.prompt, gold.answer) for gold in golds]
+    assert argmax.params == divergence.params == {"dtype": "llama.cpp"}
+    assert 0.5 <= argmax.value < 1 and divergence.value > 0.1
 
 
 def test_answers_come_back_in_the_order_of_the_prompts(tiny, golds):
