@@ -3,6 +3,9 @@
 // Activations are rounded to int8, 32 columns at a time; sums of codes are exact in int32, and one float32 product and
 // sum a group follows them, in the order of the columns. What a row gives does therefore not depend, to the bit, on the
 // rows beside it, nor on the instruction set as far as that has a fused multiply-add.
+//
+// A column that is much greater than the others of its group leaves them few of the 8 bits. So what the rounding of a
+// row's coarsest group, one for each 2048 columns, left is rounded once more, and its products are added at the end.
 #pragma once
 
 #include "formats.h"
@@ -15,33 +18,66 @@ struct Group {
     int32_t minus, minus_low, minus_high;
 };
 
-// M rows of k columns. `codes` [M, k], `groups` [M, k / 32]; `floats` [M, k] for matrices without groups.
+// What was left of a group, its number in the row, and its codes.
+struct Rest {
+    int32_t number;
+    Group group;
+    int8_t codes[32];
+};
+
+// M rows of k columns. `codes` [M, k], `groups` [M, k / 32], `rests` [M, rests_of(k)]; `floats` [M, k] for matrices
+// without groups.
 struct Rows {
     const int8_t* codes;
     const Group* groups;
+    const Rest* rests;
     const float* floats;
     int64_t k;
 };
 
-// Rounds k columns, a multiple of 32, to codes of -127 to 127.
-INLINE void round_row(const float* x, int64_t k, int8_t* codes, Group* groups) {
+INLINE int64_t rests_of(int64_t k) { return (k + 2047) / 2048; }
+
+// Rounds 32 columns to codes of -127 to 127.
+INLINE Group round_group(const Floats* v, int8_t* codes) {
+    Floats top = zeros();
+    UNROLL for (int i = 0; i < 32 / W; i++) top = max(top, abs(v[i]));
+    const float peak = greatest(top);
+    const float inverse = peak > 0 ? 127.0f / peak : 0.0f, scale = peak / 127.0f;
+    int32_t sums[2] = {0, 0};
+    UNROLL for (int i = 0; i < 32 / W; i++) {
+        const Ints code = to_ints(mul(v[i], all(inverse)));
+        to_i8(codes + W * i, code);
+        sums[W * i / 16] += sum(code);
+    }
+    const int32_t both = sums[0] + sums[1];
+    return Group{scale, scale * float(both), -both, -sums[0], -sums[1]};
+}
+
+// The group with the greatest scale of those that come after `last`, the coarser before the finer.
+INLINE int64_t next_coarsest(const Group* groups, int64_t count, int64_t last) {
+    int64_t found = -1;
+    for (int64_t g = 0; g < count; g++) {
+        const float scale = groups[g].scale;
+        const bool is_after = last < 0 || scale < groups[last].scale || (scale == groups[last].scale && g > last);
+        if (is_after && (found < 0 || scale > groups[found].scale)) found = g;
+    }
+    return found < 0 ? 0 : found;  // where there is no order: some are not numbers
+}
+
+// Rounds k columns, a multiple of 32.
+INLINE void round_row(const float* x, int64_t k, int8_t* codes, Group* groups, Rest* rests) {
+    Floats v[32 / W];
     for (int64_t g = 0; g < k / 32; g++) {
-        Floats v[32 / W];
-        Floats top = zeros();
-        UNROLL for (int i = 0; i < 32 / W; i++) {
-            v[i] = load(x + 32 * g + W * i);
-            top = max(top, abs(v[i]));
-        }
-        const float peak = greatest(top);
-        const float inverse = peak > 0 ? 127.0f / peak : 0.0f, scale = peak / 127.0f;
-        int32_t sums[2] = {0, 0};
-        UNROLL for (int i = 0; i < 32 / W; i++) {
-            const Ints code = to_ints(mul(v[i], all(inverse)));
-            to_i8(codes + 32 * g + W * i, code);
-            sums[W * i / 16] += sum(code);
-        }
-        const int32_t both = sums[0] + sums[1];
-        groups[g] = Group{scale, scale * float(both), -both, -sums[0], -sums[1]};
+        UNROLL for (int i = 0; i < 32 / W; i++) v[i] = load(x + 32 * g + W * i);
+        groups[g] = round_group(v, codes + 32 * g);
+    }
+    int64_t g = -1;
+    for (int64_t r = 0; r < rests_of(k); r++) {
+        g = next_coarsest(groups, k / 32, g);
+        UNROLL for (int i = 0; i < 32 / W; i++)
+            v[i] = fma(to_floats(from_i8(codes + 32 * g + W * i)), all(-groups[g].scale), load(x + 32 * g + W * i));
+        rests[r].number = int32_t(g);
+        rests[r].group = round_group(v, rests[r].codes);
     }
 }
 
@@ -102,7 +138,36 @@ struct BlockScales {
     }
 };
 
-// COUNT rows from `row` on, times W rows of a strip: y [row + i, 0 .. W) at `y + i * stride`, added to if `ADDS`.
+// Adds to `total` COUNT rows of a group, `k` codes apart, times W rows of a strip; `i`: its number in the block.
+template <class F, int COUNT>
+INLINE void add_group(const Bytes* u, const BlockScales<F>& of_block, int i, const int8_t* columns, int64_t k, const Group* groups, Floats* total) {
+    const int64_t num_groups = k / 32;
+    if constexpr (F::SCALES == Scales::K_16) {
+        const Floats low = mul(of_block.scale, to_floats(from_i8(of_block.each + 32 * i)));
+        const Floats high = mul(of_block.scale, to_floats(from_i8(of_block.each + 32 * i + 16)));
+        UNROLL for (int m = 0; m < COUNT; m++) {
+            const Group& group = groups[m * num_groups];
+            const int8_t* at = columns + m * k;
+            const Floats by = all(group.scale);
+            total[m] = fma(to_floats(dots<F, 4>(u, at, group.minus_low)), mul(low, by), total[m]);
+            total[m] = fma(to_floats(dots<F, 4>(u + 4, at + 16, group.minus_high)), mul(high, by), total[m]);
+        }
+    } else {
+        Floats scale = of_block.scale, least = of_block.least;
+        if constexpr (F::SCALES == Scales::K_MIN) {
+            scale = mul(scale, to_floats(from_u8(of_block.each + 32 * i)));
+            least = mul(least, to_floats(from_u8(of_block.each + 32 * i + 16)));
+        }
+        UNROLL for (int m = 0; m < COUNT; m++) {
+            const Group& group = groups[m * num_groups];
+            const Ints sums = dots<F, 8>(u, columns + m * k, group.minus);
+            total[m] = fma(to_floats(sums), mul(scale, all(group.scale)), total[m]);
+            if constexpr (F::HAS_MIN) total[m] = fma(least, all(group.offset), total[m]);
+        }
+    }
+}
+
+// COUNT rows from `row` on, times W rows of a strip, without what their rounding left.
 template <class F, int COUNT>
 INLINE void multiply(const uint8_t* codes, const uint8_t* scales, const Rows& x, int64_t row, int half, Floats* result) {
     Floats total[COUNT];  // here, so that the compiler keeps them in registers
@@ -116,32 +181,30 @@ INLINE void multiply(const uint8_t* codes, const uint8_t* scales, const Rows& x,
         for (int i = 0; i < GROUPS; i++, codes += F::GROUP_NBYTES, columns += 32, groups++) {
             Bytes u[8];
             load_codes<F>(codes, half, u);
-            if constexpr (F::SCALES == Scales::K_16) {
-                const Floats low = mul(of_block.scale, to_floats(from_i8(of_block.each + 32 * i)));
-                const Floats high = mul(of_block.scale, to_floats(from_i8(of_block.each + 32 * i + 16)));
-                UNROLL for (int m = 0; m < COUNT; m++) {
-                    const Group& group = groups[m * num_groups];
-                    const int8_t* at = columns + m * x.k;
-                    const Floats by = all(group.scale);
-                    total[m] = fma(to_floats(dots<F, 4>(u, at, group.minus_low)), mul(low, by), total[m]);
-                    total[m] = fma(to_floats(dots<F, 4>(u + 4, at + 16, group.minus_high)), mul(high, by), total[m]);
-                }
-            } else {
-                Floats scale = of_block.scale, least = of_block.least;
-                if constexpr (F::SCALES == Scales::K_MIN) {
-                    scale = mul(scale, to_floats(from_u8(of_block.each + 32 * i)));
-                    least = mul(least, to_floats(from_u8(of_block.each + 32 * i + 16)));
-                }
-                UNROLL for (int m = 0; m < COUNT; m++) {
-                    const Group& group = groups[m * num_groups];
-                    const Ints sums = dots<F, 8>(u, columns + m * x.k, group.minus);
-                    total[m] = fma(to_floats(sums), mul(scale, all(group.scale)), total[m]);
-                    if constexpr (F::HAS_MIN) total[m] = fma(least, all(group.offset), total[m]);
-                }
-            }
+            add_group<F, COUNT>(u, of_block, i, columns, x.k, groups, total);
         }
     }
     UNROLL for (int m = 0; m < COUNT; m++) result[m] = total[m];
+}
+
+// Adds what the rounding of `count` rows left. The coarsest group is often the same for all: its codes stay loaded.
+template <class F>
+[[gnu::noinline]] void add_rests(const uint8_t* codes, const uint8_t* scales, const Rows& x, int64_t row, int count, int half, Floats* total) {
+    constexpr int GROUPS = F::BLOCK / 32;
+    const int64_t num_rests = rests_of(x.k);
+    Bytes u[8];
+    BlockScales<F> of_block(scales, half);
+    int loaded = -1;
+    for (int64_t r = 0; r < num_rests; r++)
+        for (int m = 0; m < count; m++) {
+            const Rest& rest = x.rests[(row + m) * num_rests + r];
+            if (rest.number != loaded) {
+                loaded = rest.number;
+                load_codes<F>(codes + loaded * F::GROUP_NBYTES, half, u);
+                of_block = BlockScales<F>(scales + loaded / GROUPS * F::SCALE_NBYTES, half);
+            }
+            add_group<F, 1>(u, of_block, rest.number % GROUPS, rest.codes, x.k, &rest.group, total + m);
+        }
 }
 
 struct AsF32 {
@@ -231,7 +294,10 @@ void strips_of(const Matrix& w, int64_t strip, const Rows& x, int64_t row0, int6
     const uint8_t* scales = w.scales + strip * (w.k / F::BLOCK) * F::SCALE_NBYTES;
     row_tiles(row0, row1, [&](auto count, int64_t row) {
         constexpr int COUNT = decltype(count)::value;
-        auto product = [&](int half, Floats* total) { multiply<F, COUNT>(codes, scales, x, row, half, total); };
+        auto product = [&](int half, Floats* total) {
+            multiply<F, COUNT>(codes, scales, x, row, half, total);
+            add_rests<F>(codes, scales, x, row, COUNT, half, total);
+        };
         tile<decltype(product), COUNT>(w, strip, row, y, stride, adds, product);
     });
 }

@@ -39,11 +39,14 @@ INLINE bool is_plain(const Matrix& w) { return element_nbytes(w.kind) != 0; }
 inline Rows as_rows(const float* x, int64_t num_rows, int64_t k, const Target* targets, int count) {
     bool wants_codes = false;
     for (int i = 0; i < count; i++) wants_codes |= !is_plain(*targets[i].matrix);
-    if (!wants_codes) return Rows{nullptr, nullptr, x, k};
+    if (!wants_codes) return Rows{nullptr, nullptr, nullptr, x, k};
     int8_t* codes = scratch<int8_t>(Slot::CODES, num_rows * k);
     Group* groups = scratch<Group>(Slot::GROUPS, num_rows * (k / 32));
-    each_row(num_rows, [&](int64_t i) { round_row(x + i * k, k, codes + i * k, groups + i * (k / 32)); });
-    return Rows{codes, groups, x, k};
+    Rest* rests = scratch<Rest>(Slot::RESTS, num_rows * rests_of(k));
+    each_row(num_rows, [&](int64_t i) {
+        round_row(x + i * k, k, codes + i * k, groups + i * (k / 32), rests + i * rests_of(k));
+    });
+    return Rows{codes, groups, rests, x, k};
 }
 
 // All products of the same rows, shared out by strips and blocks of rows.
