@@ -295,7 +295,10 @@ def _speculation(options: argparse.Namespace) -> Iterator[tuple[str, Level]]:
         "many tokens as pay by what steps take and how many guesses are right; on a GPU it is off",
         Level.OK,
     )
-    checkpoint = open_checkpoint(options.model)
+    try:
+        checkpoint = open_checkpoint(options.model)
+    except ConfigError:  # reported by _model
+        return
     folder = shipped_head(checkpoint.name)
     if folder is None:
         words = f"no EAGLE3 head comes with this package for {checkpoint.name}"
