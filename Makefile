@@ -12,7 +12,7 @@ $(foreach name,$(SETTINGS),$(if $($(name)),$(eval run: export TANDEM_$(name) := 
 # a third of their time, so that three at once keep two cores busy; each more would import and collect all of them again.
 PARALLEL := --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help run setup dev test test-quick check docs format test-compose clients bench lock clean
+.PHONY: help run setup dev test test-quick check docs format test-compose sanitize clients bench lock clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' Makefile
@@ -52,6 +52,10 @@ format: dev ## let ruff put the code in shape
 
 test-compose: dev ## build the image, bring the composed system up, test it, take it down
 	$(BIN)/python -m pytest -m compose tests/compose $(ARGS)
+
+sanitize: dev ## the native CPU kernels' tests under AddressSanitizer and UBSan, then ThreadSanitizer; needs g++ or clang++
+	$(BIN)/python -m tools.sanitize memory $(ARGS)
+	$(BIN)/python -m tools.sanitize threads $(ARGS)
 
 clients: dev ## openai-python, litellm, LangChain and schemathesis against a pair that runs; prints a table
 	$(BIN)/python -m tools.clients $(ARGS)

@@ -95,8 +95,11 @@ def build(cache_dir: Path = DEFAULT_CACHE, say: Say = lambda line: None) -> Path
     return found if found is not None else build_into(cache_dir / "native", say)
 
 
-def build_into(folder: Path, say: Say) -> Path:
-    """Build the library in a folder, which is made. Raises BuildError."""
+def build_into(folder: Path, say: Say, last_flags: Sequence[str] = ()) -> Path:
+    """Build the library in a folder, which is made. Raises BuildError.
+
+    `last_flags` stand behind all others, also where it is linked: those of a sanitizer.
+    """
     if platform.system() != "Linux":
         raise BuildError(f"they are built for Linux, this is {platform.system()}")
     target = folder / library_name()
@@ -105,19 +108,19 @@ def build_into(folder: Path, say: Say) -> Path:
         with open(folder / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not target.exists():
-                _build(target, say)
+                _build(target, say, last_flags)
     except OSError as error:
         raise BuildError(f"{folder} cannot be written: {error}") from error
     return target
 
 
-def _build(target: Path, say: Say) -> None:
+def _build(target: Path, say: Say, last_flags: Sequence[str]) -> None:
     failures = []
     for compiler in compilers():
         started, name = time.monotonic(), "ziglang" if "ziglang" in compiler else compiler[0]
         say(f"building the native CPU kernels with {name}, once (up to a minute)")
         with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-            failure = _compile(compiler, Path(scratch), target)
+            failure = _compile(compiler, Path(scratch), target, last_flags)
         if failure is None:
             say(f"native CPU kernels built in {time.monotonic() - started:.0f} s")
             return
@@ -138,18 +141,19 @@ def compilers() -> Iterator[list[str]]:
         yield [sys.executable, "-m", "ziglang", "cc", "-target", target]
 
 
-def _compile(compiler: Sequence[str], scratch: Path, target: Path) -> str | None:
+def _compile(compiler: Sequence[str], scratch: Path, target: Path, last_flags: Sequence[str]) -> str | None:
     """Return the first line that says what is wrong, or None."""
     parts = units(platform.machine())
     objects = [scratch / f"{unit.name}.o" for unit in parts]
     commands = [
-        [*compiler, *_FLAGS, *unit.flags, "-c", str(SOURCES / unit.source), "-o", str(file)]
+        [*compiler, *_FLAGS, *unit.flags, *last_flags, "-c", str(SOURCES / unit.source), "-o", str(file)]
         for unit, file in zip(parts, objects, strict=True)
     ]
     if failure := _run_all(commands):
         return failure
     linked = scratch / target.name
-    link = [*compiler, "-shared", *map(str, objects), "-o", str(linked), "-Wl,--as-needed", "-lpthread", "-lm"]
+    libraries = ("-Wl,--as-needed", "-lpthread", "-lm")
+    link = [*compiler, "-shared", *map(str, objects), "-o", str(linked), *libraries, *last_flags]
     if failure := _run_all([link]):
         return failure
     linked.replace(target)

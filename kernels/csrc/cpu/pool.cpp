@@ -49,7 +49,8 @@ void work(int thread) {
 void sleep_until_alarm(int thread) {
     __atomic_fetch_add(&num_sleepers, 1, __ATOMIC_SEQ_CST);
     const uint32_t heard = __atomic_load_n(&alarm_word, __ATOMIC_SEQ_CST);
-    const bool is_needed = has_more(__atomic_load_n(&loop_word, __ATOMIC_SEQ_CST)) && thread < num_wanted;
+    const bool is_wanted = thread < __atomic_load_n(&num_wanted, __ATOMIC_SEQ_CST);
+    const bool is_needed = is_wanted && has_more(__atomic_load_n(&loop_word, __ATOMIC_SEQ_CST));
     if (!is_needed) syscall(SYS_futex, &alarm_word, FUTEX_WAIT_PRIVATE, heard, nullptr, nullptr, 0);
     __atomic_fetch_sub(&num_sleepers, 1, __ATOMIC_SEQ_CST);
 }
@@ -98,7 +99,7 @@ void share_out(int64_t count, Piece piece, void* context) {
     loop_piece = piece;
     loop_context = context;
     __atomic_store_n(&num_done, 0, __ATOMIC_RELAXED);
-    const uint64_t number = (loop_word >> 48) + 1;
+    const uint64_t number = (__atomic_load_n(&loop_word, __ATOMIC_RELAXED) >> 48) + 1;
     __atomic_store_n(&loop_word, number << 48 | uint64_t(count) << 24, __ATOMIC_SEQ_CST);
     if (__atomic_load_n(&num_sleepers, __ATOMIC_SEQ_CST) > 0) {
         __atomic_fetch_add(&alarm_word, 1, __ATOMIC_SEQ_CST);
