@@ -21,7 +21,16 @@ _ROOT = Path(__file__).parent.parent
 _BUILT = _ROOT / "build" / "sanitized"
 _FLAGS = ("-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g1", "-O1")
 # Without -s what a sanitizer says as it ends the process is lost with it.
-_TESTS = ("-q", "-s", "-p", "no:cacheprovider", "-n", "0", "tests/kernels/test_native.py")
+_TESTS = (
+    "-q",
+    "-s",
+    "-p",
+    "no:cacheprovider",
+    "-n",
+    "0",
+    "tests/kernels/test_native.py",
+    "tests/kernels/test_native_fuzz.py",
+)
 _TOO_FEW_ROWS = """
 import numpy as np
 from kernels.cpu.native import load_kernels
