@@ -10,6 +10,7 @@ from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_void_
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -22,7 +23,10 @@ _NAMES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", 
 KINDS = frozenset(GGMLQuantizationType[name] for name in _NAMES)
 """The formats that the kernels multiply."""
 LEVEL_VARIABLE = "TANDEM_CPU_KERNELS"
-_ALIGNMENT = 64
+ALIGNMENT = 64
+"""The bytes of a cache line, at which packed arrays begin."""
+_STRIP = 16
+"""The rows of a strip, as formats.h has it."""
 
 
 class MatrixStruct(Structure):
@@ -90,6 +94,29 @@ class NativeMatrix:
         return sum(array.nbytes for array in self.arrays)
 
 
+class PackedDiffers(ValueError):
+    """What is packed already is not what the matrix gives; the message names its format and shape."""
+
+
+class StripMemory(Protocol):
+    """Memory for packed matrices, taken piece by piece. `is_packed`: whether they lie in it already."""
+
+    is_packed: bool
+
+    def take(self, nbytes: int) -> np.ndarray:
+        """Return the next piece, `[nbytes]` uint8, at a multiple of ALIGNMENT."""
+        ...
+
+
+class PrivateMemory:
+    """Memory of this process alone."""
+
+    is_packed = False
+
+    def take(self, nbytes: int) -> np.ndarray:
+        return aligned(nbytes)
+
+
 class NativeKernels:
     """The library's functions over numpy arrays."""
 
@@ -112,12 +139,22 @@ class NativeKernels:
         """Share work out among so many threads of this process, the caller among them."""
         self._set_threads(count)
 
-    def pack(self, kind: int, rows: np.ndarray, bias: np.ndarray | None = None) -> NativeMatrix:
-        """Pack a matrix of a file.
+    def packed_nbytes(self, kind: int, n: int, k: int) -> tuple[int, int]:
+        """Return what a packed matrix `[n, k]` takes: codes and scales, in bytes."""
+        sizes = np.zeros(2, np.int64)
+        self._packed_nbytes(kind, n, k, sizes.ctypes.data, sizes.ctypes.data + 8)
+        return int(sizes[0]), int(sizes[1])
+
+    def pack(
+        self, kind: int, rows: np.ndarray, bias: np.ndarray | None = None, memory: StripMemory | None = None
+    ) -> NativeMatrix:
+        """Pack a matrix of a file, or take it as it is packed in `memory`.
 
         `rows` `[n, row_nbytes]` uint8, blocks as GGUF has them; float32 `bias` `[n]`. Raises ValueError for a format
-        that there are no kernels for, and for rows that are no whole blocks.
+        that there are no kernels for, and for rows that are no whole blocks; PackedDiffers if the first strip in
+        `memory` is that of another matrix.
         """
+        memory = PrivateMemory() if memory is None else memory
         kind = GGMLQuantizationType(kind)
         if kind not in KINDS:
             raise ValueError(f"the format {kind.name} has no native kernel")
@@ -129,17 +166,24 @@ class NativeKernels:
         n, k = len(rows), rows.shape[1] // block_nbytes * block
         if k % 32:
             raise ValueError(f"rows have {k} columns; native kernels take multiples of 32")
-        sizes = np.zeros(2, np.int64)
-        self._packed_nbytes(kind, n, k, sizes.ctypes.data, sizes.ctypes.data + 8)
-        codes, scales = (aligned(int(size)) for size in sizes)
+        codes, scales = (memory.take(nbytes) for nbytes in self.packed_nbytes(kind, n, k))
         rows = np.ascontiguousarray(rows)
         struct = MatrixStruct(kind, n, k, 0, codes.ctypes.data, scales.ctypes.data, None)
         held = [codes, scales]
         if bias is not None:
             held.append(np.ascontiguousarray(bias, np.float32))
             struct.bias = held[-1].ctypes.data
-        self._pack(struct, rows.ctypes.data)
+        if not memory.is_packed:
+            self._pack(struct, rows.ctypes.data)
+        elif not self._begin_alike(kind, rows, codes, scales):
+            raise PackedDiffers(f"the strips of a {kind.name} matrix [{n}, {k}] are not its own")
         return NativeMatrix(struct, tuple(held))
+
+    def _begin_alike(self, kind: int, rows: np.ndarray, codes: np.ndarray, scales: np.ndarray) -> bool:
+        """Whether the first strip is that of the rows."""
+        first = self.pack(kind, rows[:_STRIP]).arrays
+        pairs = zip(first, (codes, scales), strict=True)
+        return all(np.array_equal(own, packed[: len(own)]) for own, packed in pairs)
 
     def widen(self, kind: int, rows: np.ndarray) -> np.ndarray:
         """Return the float32 values `[n, k]` of blocks `[n, row_nbytes]`."""
@@ -174,8 +218,8 @@ def _declared(function, *arguments, result=None):
 
 def aligned(nbytes: int) -> np.ndarray:
     """Return uninitialised bytes that begin on a cache line."""
-    raw = np.empty(nbytes + _ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % _ALIGNMENT
+    raw = np.empty(nbytes + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + nbytes]
 
 

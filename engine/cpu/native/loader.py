@@ -1,8 +1,10 @@
 """The loader of the native path: cache, weights, runner."""
 
 import logging
+from pathlib import Path
 
 from checkpoint import Checkpoint, Progress
+from checkpoint.checkpoint import WeightFormat
 from engine.backend import Backend, Drafting
 from engine.cache.sizing import blocks_in, cache_nbytes, kv_layout, model_len
 from engine.cpu.eagle3.drafter import Eagle3Drafter
@@ -12,11 +14,13 @@ from engine.cpu.kv_cache import KVCache
 from engine.cpu.native.choice import NATIVE
 from engine.cpu.native.eagle3_head import EmbeddingRows, load_native_head
 from engine.cpu.native.runner import NativeRunner
-from engine.cpu.native.weights import load_native_model
+from engine.cpu.native.strips import load_shared
+from engine.cpu.native.weights import NativeModel, load_native_model, strips_nbytes
 from engine.model_loader.checkpoint_weights import StoredWeightSource
 from engine.sampling.host_sampler import Sampler
 from engine.settings import EngineSettings
-from kernels.cpu.native import NativeKernels
+from kernels.cpu.build import library_name
+from kernels.cpu.native import NativeKernels, PrivateMemory, StripMemory
 from process.memory_limit import available_nbytes
 
 KV_DTYPE = "bfloat16"
@@ -40,7 +44,7 @@ def load_native_backend(
     num_blocks = blocks_in(cache_nbytes(settings, layout, available_nbytes()), layout, draft_nbytes)
     max_model_len = model_len(checkpoint, settings, num_blocks * layout.block_size)
     cache = KVCache(layout, num_blocks)
-    model = load_native_model(checkpoint.config, source, kernels, cache, max_model_len, progress)
+    model = _load_model(settings, checkpoint, source, kernels, cache, max_model_len, progress)
     drafting, whole = None, cache
     if head is not None:
         drafts, tensors = head.cache(num_blocks, settings.max_num_seqs), head.tensors(checkpoint, source)
@@ -60,3 +64,24 @@ def load_native_backend(
     sampler = Sampler(checkpoint.eos_token_ids)
     runner = NativeRunner(kernels, model)
     return Backend(whole, runner, sampler, NATIVE, max_model_len, caches_decoded_kv=True, drafting=drafting)
+
+
+def _load_model(
+    settings: EngineSettings,
+    checkpoint: Checkpoint,
+    source: StoredWeightSource,
+    kernels: NativeKernels,
+    cache: KVCache,
+    max_model_len: int,
+    progress: Progress,
+) -> NativeModel:
+    """Return the model, its matrices shared with other workers where its file is mapped and not read."""
+
+    def load(memory: StripMemory) -> NativeModel:
+        return load_native_model(checkpoint.config, source, kernels, cache, max_model_len, progress, memory)
+
+    if checkpoint.format is not WeightFormat.GGUF:
+        return load(PrivateMemory())
+    digest = Path(library_name()).stem.rpartition("-")[2]
+    file = settings.cache_dir / "native" / "strips" / f"{cache.layout.model}-{digest}.strips"
+    return load_shared(file, strips_nbytes(checkpoint.config, source, kernels), load)

@@ -11,10 +11,11 @@ import torch
 from checkpoint.checkpoint import Progress
 from contracts.errors import ConfigError
 from engine.cpu.kv_cache import KVCache
+from engine.cpu.native.strips import padded
 from engine.model.rotary_embedding import rope_frequencies
 from engine.model_loader.checkpoint_weights import StoredBlocks, StoredWeightSource
 from engine.model_loader.decoder_tensors import PARTS, ModelTensors, layer_prefix
-from kernels.cpu.native import LayerStruct, MatrixStruct, ModelStruct, NativeKernels
+from kernels.cpu.native import LayerStruct, MatrixStruct, ModelStruct, NativeKernels, StripMemory
 from models.config import ModelConfig
 
 _EMBEDDING, _HEAD, _FINAL_NORM = "model.embed_tokens", "lm_head", "model.norm"
@@ -47,6 +48,16 @@ def matrix_names(config: ModelConfig) -> Iterator[str]:
         yield from (f"{layer_prefix(index)}{module}.weight" for module in _FIELDS.values())
 
 
+def strips_nbytes(config: ModelConfig, source: StoredWeightSource, kernels: NativeKernels) -> int:
+    """Return what the packed matrices of a model take in a file."""
+    names = list(matrix_names(config))
+    total = 0
+    for name in names if config.tied_embeddings else names[1:]:
+        blocks = source.blocks(name)
+        total += sum(map(padded, kernels.packed_nbytes(blocks.kind, *blocks.shape)))
+    return total
+
+
 def load_native_model(
     config: ModelConfig,
     source: StoredWeightSource,
@@ -54,9 +65,12 @@ def load_native_model(
     cache: KVCache,
     max_model_len: int,
     progress: Progress,
+    memory: StripMemory,
 ) -> NativeModel:
-    """Raises ConfigError for a tensor that is missing or has another shape than the configuration says."""
-    loader = _NativeWeightLoader(config, source, kernels, cache)
+    """Return a model whose matrices are in `memory`.
+
+    Raises ConfigError for a tensor that is missing or has another shape than the configuration says."""
+    loader = _NativeWeightLoader(config, source, kernels, cache, memory)
     embedding, head = loader.ends()  # first: a vocabulary of another size is told before much is loaded
     layers = (LayerStruct * config.num_layers)()
     for index in range(config.num_layers):
@@ -87,8 +101,16 @@ def load_native_model(
 
 
 class _NativeWeightLoader:
-    def __init__(self, config: ModelConfig, source: StoredWeightSource, kernels: NativeKernels, cache: KVCache) -> None:
-        self._config, self._source, self._kernels, self._cache = config, source, kernels, cache
+    def __init__(
+        self,
+        config: ModelConfig,
+        source: StoredWeightSource,
+        kernels: NativeKernels,
+        cache: KVCache,
+        memory: StripMemory,
+    ) -> None:
+        self._config, self._source, self._kernels = config, source, kernels
+        self._cache, self._memory = cache, memory
         self.tensors = ModelTensors(config, source, interleaved=True)
         self.held: list[Any] = []
         hidden, inner = config.hidden_size, config.intermediate_size
@@ -149,7 +171,7 @@ class _NativeWeightLoader:
         return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows.shape)
 
     def _packed(self, kind: int, rows: np.ndarray, bias: np.ndarray | None = None) -> MatrixStruct:
-        matrix = self._kernels.pack(kind, rows, bias)
+        matrix = self._kernels.pack(kind, rows, bias, self._memory)
         self.held.append(matrix)
         return matrix.struct
 

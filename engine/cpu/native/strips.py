@@ -1,0 +1,109 @@
+"""Packed matrices in a file that the workers of a machine map and share, or in private memory.
+
+A file has strips as the products read them, matrix after matrix in the order of the model, and nothing else. Its name
+has the fingerprint of the weights and the digest of the kernels, so that another of either makes another file, and it
+has that name only when all of it is on the disk. It costs the size of the model there; clean pages of a file are the
+same memory in all workers, need no swap, and are there for the next start.
+"""
+
+import fcntl
+import logging
+import mmap
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from kernels.cpu.native import ALIGNMENT, PackedDiffers, PrivateMemory, StripMemory
+
+_LEAST_FREE = 4
+"""How many times a file's size the disk must have free: a cache that fills it would harm more than it gives."""
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class MappedMemory:
+    """The pages of a file. They are read-only if all of it is packed already."""
+
+    def __init__(self, file: Path, is_packed: bool) -> None:
+        self.is_packed, self._offset = is_packed, 0
+        with file.open("rb" if is_packed else "r+b") as stream:
+            access = mmap.ACCESS_READ if is_packed else mmap.ACCESS_WRITE
+            self.map = mmap.mmap(stream.fileno(), 0, access=access)
+        self.map.madvise(mmap.MADV_WILLNEED)
+        self._bytes = np.frombuffer(self.map, np.uint8)
+
+    def take(self, nbytes: int) -> np.ndarray:
+        start, self._offset = self._offset, self._offset + padded(nbytes)
+        return self._bytes[start : start + nbytes]
+
+
+def padded(nbytes: int) -> int:
+    """Return what a piece takes of a file."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def load_shared(file: Path, nbytes: int, load: Callable[[StripMemory], T]) -> T:
+    """Return what `load` makes with the strips of a file, which is packed first if it is not there.
+
+    The file has `nbytes`; one that is not what the weights give is made anew. Workers that start together take turns,
+    and the first packs for all. Where the folder can't be written, or its disk has little room, each packs for itself.
+    """
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with open(file.parent / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not _is_there(file, nbytes, load):
+                _pack(file, nbytes, load)
+    except OSError as error:
+        _log.info("the weights are not shared with other workers: %s", error)
+        return load(PrivateMemory())
+    return load(MappedMemory(file, is_packed=True))
+
+
+def _is_there(file: Path, nbytes: int, load: Callable[[StripMemory], T]) -> bool:
+    if not file.exists():
+        return False
+    try:
+        if file.stat().st_size == nbytes:
+            load(MappedMemory(file, is_packed=True))
+            return True
+        reason = f"it has {file.stat().st_size} bytes, not {nbytes}"
+    except PackedDiffers as error:
+        reason = str(error)
+    _log.warning("%s is packed anew: %s", file, reason)
+    return False
+
+
+def _pack(file: Path, nbytes: int, load: Callable[[StripMemory], T]) -> None:
+    """Make the file. Raises OSError if the disk has no room for it."""
+    _remove_useless(file)
+    free = shutil.disk_usage(file.parent).free
+    if free < _LEAST_FREE * nbytes:
+        raise OSError(f"{file.parent} has {free >> 20} MiB free, less than {_LEAST_FREE} times {nbytes >> 20} MiB")
+    with tempfile.TemporaryDirectory(dir=file.parent, suffix=".part") as folder:
+        part = Path(folder) / file.name
+        with part.open("wb") as stream:
+            os.posix_fallocate(stream.fileno(), 0, nbytes)  # a full disk is told of here, not by a signal at a write
+            memory = MappedMemory(part, is_packed=False)
+            load(memory)
+            memory.map.flush()
+            os.fsync(stream.fileno())
+        part.replace(file)
+
+
+def _remove_useless(file: Path) -> None:
+    """Remove what other kernels packed, and what a process left that was killed as it wrote.
+
+    Who has such a file mapped keeps its pages.
+    """
+    kernels = file.stem.rpartition("-")[2]
+    for other in file.parent.glob("*.part"):
+        shutil.rmtree(other)
+    for other in file.parent.glob(f"*{file.suffix}"):
+        if other.stem.rpartition("-")[2] != kernels:
+            other.unlink(missing_ok=True)
