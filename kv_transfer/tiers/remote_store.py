@@ -17,7 +17,6 @@ from contracts.errors import ConfigError, OutOfBlocks, Unavailable
 from contracts.held_prefixes import HeldPrefixes
 from contracts.kv_store import BlockKey, BlockWorth
 from kv_transfer.tiers.circuit_breaker import CircuitBreaker
-from kv_transfer.tiers.redis_records import RedisRecords
 from kv_transfer.tiers.shared_folder import SharedFolder
 from kv_transfer.tiers.store_url import wrong_store_url
 from kv_transfer.tiers.tier_stats import TierStats
@@ -182,6 +181,8 @@ def open_record_store(url: str) -> RecordStore:
         raise ConfigError(f"kv_store can't be used: {wrong}")
     if (parts := urlsplit(url)).scheme == "file":
         return SharedFolder(Path(parts.path))
+    from kv_transfer.tiers.redis_records import RedisRecords  # late: half a second, which most workers are spared
+
     try:
         return RedisRecords(url)
     except ValueError as error:

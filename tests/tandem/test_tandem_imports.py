@@ -35,5 +35,9 @@ assert worker.main.main(["--secret", "s", "--redis-url", "redis://127.0.0.1:1/0"
     assert imported(code) == set()
 
 
+def test_a_core_imports_no_redis_unless_it_has_a_store_there() -> None:
+    assert "redis" not in imported("import worker.core.main")
+
+
 def test_looking_at_a_model_folder_imports_nothing_slow(tmp_path: Path) -> None:
     assert imported(f"from checkpoint import open_checkpoint; open_checkpoint({str(save_tiny(tmp_path))!r})") == set()
