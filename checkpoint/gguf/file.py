@@ -124,6 +124,21 @@ class _Cursor:
         return self.scalar(_SCALARS[kind])
 
     def _array(self, kind: int, count: int) -> list[Any]:
-        if kind in (_STRING, _ARRAY):
+        if kind == _STRING:
+            return self._strings(count)
+        if kind == _ARRAY:
             return [self.value(kind) for _ in range(count)]
         return np.frombuffer(self.take(count * struct.calcsize(_SCALARS[kind])), "<" + _SCALARS[kind]).tolist()
+
+    def _strings(self, count: int) -> list[str]:
+        """Read a vocabulary in one loop: by `string` one of 150,000 tokens takes three times as long."""
+        data, position, length_at = self._data, self.position, struct.Struct("<Q").unpack_from
+        found: list[str] = []
+        for _ in range(count):
+            start = position + 8
+            position = start + length_at(data, position)[0]
+            if position > len(data):
+                raise struct.error(f"a string ends at {position}, the file at {len(data)}")
+            found.append(str(data[start:position], "utf-8"))
+        self.position = position
+        return found
