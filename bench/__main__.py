@@ -11,6 +11,7 @@ from importlib.util import find_spec
 ALL = {
     "engine": "bench.engine.cpu",
     "native": "bench.engine.native",
+    "worker_start": "bench.engine.start",
     "agreement": "bench.engine.agreement",
     "kv_tiers": "bench.engine.kv_tiers",
     "speculation": "bench.engine.speculation",
