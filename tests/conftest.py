@@ -10,7 +10,11 @@ import hypothesis
 import numpy as np
 import pytest
 
+from kernels.cpu.mkl import keep_mkl_alike
+
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is first imported, which is after this
+
+keep_mkl_alike()  # as an engine does, but before a test's own products
 
 # Tests start hundreds of interpreters. Where the environment forbids bytecode on disk each would compile torch and all
 # of ours anew: a tiny system takes 14 s of CPU to start then, and 6 with it.

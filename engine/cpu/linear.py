@@ -38,10 +38,9 @@ class Float32Linear:
 def float32_multiple(num_threads: int) -> int:
     """Return a number of rows whose multiples MKL computes alike.
 
-    Found by trying, with the threads that torch has now.
-
-    A lone row is summed in another order than several, and so are the three and fewer that its kernel of four rows
-    leaves over: 4 is sound.
+    Found by trying, with the threads that torch has now. In MKL's strict mode (kernels.cpu.mkl) it is 1; without it, a
+    lone row is summed in another order than several, and so are the three and fewer that its kernel of four rows leaves
+    over: 4 is sound on an AMD.
     """
     x, weight = cancelling_operands(_TRIED_ROWS, 576, 64)
     y = F.linear(x, weight)

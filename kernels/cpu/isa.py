@@ -12,6 +12,9 @@ from pathlib import Path
 
 import torch
 
+from kernels.cpu.cpuinfo import cpu_lines
+from kernels.cpu.mkl import keep_mkl_alike
+
 _log = logging.getLogger(__name__)
 
 ONEDNN_VARIABLE = "ONEDNN_MAX_CPU_ISA"
@@ -48,10 +51,11 @@ def probe_isa(cache_dir: Path) -> CpuIsa:
 
 
 def apply_isa(isa: CpuIsa) -> None:
-    """Cap oneDNN in this process.
+    """Cap oneDNN in this process, and have MKL sum alike whatever the number of rows.
 
-    Must come before its first matmul; the environment is the only way to tell oneDNN.
+    Must come before their first matmul; the environment is the only way to tell either.
     """
+    keep_mkl_alike()
     if isa.onednn_cap and isa.onednn_cap != os.environ.get(ONEDNN_VARIABLE):
         _log.warning("bfloat16 matmuls crash on this machine's AMX: capping oneDNN at %s", isa.onednn_cap)
         os.environ[ONEDNN_VARIABLE] = isa.onednn_cap
@@ -72,14 +76,7 @@ def is_bfloat16_fast(isa: CpuIsa) -> bool:
     machine two of them measured two. Rates over float16's: 8 on a Xeon with AMX, 0.6 on the same without it, 2.0 to 2.3
     on a Zen 4.
     """
-    return isa.has_bfloat16 and (has_amx() or "AuthenticAMD" in _cpu("vendor_id"))
-
-
-def _cpu(*fields: str) -> str:
-    """What the kernel says of the CPU: lines that begin with one of the fields, each once."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
-    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(fields)))
+    return isa.has_bfloat16 and (has_amx() or "AuthenticAMD" in cpu_lines("vendor_id"))
 
 
 def _machine_key() -> str:
@@ -87,7 +84,7 @@ def _machine_key() -> str:
 
     What is found under one says nothing of another.
     """
-    described = _cpu("model name", "flags", "Features")
+    described = cpu_lines("model name", "flags", "Features")
     cap = os.environ.get(ONEDNN_VARIABLE, "")
     facts = f"{described}{platform.machine()}{torch.__version__}{cap}"
     return hashlib.blake2b(facts.encode(), digest_size=8).hexdigest()

@@ -2,13 +2,14 @@
 
 import json
 import logging
+import os
 import signal
 import subprocess
 
 import pytest
 import torch
 
-from kernels.cpu import isa
+from kernels.cpu import isa, mkl
 from kernels.cpu.isa import SAFE_CAP, CpuIsa, apply_isa, is_bfloat16_fast, probe_isa
 
 
@@ -77,6 +78,25 @@ def test_the_cap_is_applied_and_said(monkeypatch, caplog):
     monkeypatch.delenv(isa.ONEDNN_VARIABLE)
 
 
+@pytest.mark.parametrize(
+    ("lines", "mode"),
+    [
+        ({"vendor_id": "vendor_id : GenuineIntel", "flags": "flags : avx2 avx512f"}, "AVX512,STRICT"),
+        ({"vendor_id": "vendor_id : GenuineIntel", "flags": "flags : avx2"}, "AVX2,STRICT"),
+        ({"vendor_id": "vendor_id : AuthenticAMD", "flags": "flags : avx2 avx512f"}, None),
+        ({"vendor_id": "", "flags": ""}, None),
+    ],
+)
+def test_mkl_sums_strictly_on_intel_alone(monkeypatch, lines: dict[str, str], mode: str | None):
+    monkeypatch.setattr(mkl, "cpu_lines", lambda field: lines[field])
+    monkeypatch.delenv(mkl.MKL_VARIABLE, raising=False)
+    mkl.keep_mkl_alike()
+    assert os.environ.get(mkl.MKL_VARIABLE) == mode
+    monkeypatch.setenv(mkl.MKL_VARIABLE, "COMPATIBLE")
+    mkl.keep_mkl_alike()
+    assert os.environ[mkl.MKL_VARIABLE] == "COMPATIBLE", "the operator's choice stays"
+
+
 def test_an_operators_cap_under_which_the_probe_crashed_is_replaced(tmp_path, monkeypatch):
     monkeypatch.setenv(isa.ONEDNN_VARIABLE, "AVX512_CORE_AMX")
     monkeypatch.setattr(subprocess, "run", child({"AVX512_CORE_AMX": -signal.SIGILL, SAFE_CAP: 0}))
@@ -117,5 +137,5 @@ def test_amx_is_had_where_the_cap_leaves_it(monkeypatch, cap, is_left):
 )
 def test_fast_is_told_from_the_kind_of_cpu(monkeypatch, has_bfloat16, has_amx, vendor, is_fast):
     monkeypatch.setattr(isa, "has_amx", lambda: has_amx)
-    monkeypatch.setattr(isa, "_cpu", lambda *fields: f"vendor_id\t: {vendor}" if "vendor_id" in fields else "")
+    monkeypatch.setattr(isa, "cpu_lines", lambda *fields: f"vendor_id\t: {vendor}" if "vendor_id" in fields else "")
     assert is_bfloat16_fast(CpuIsa(None, has_bfloat16)) == is_fast
