@@ -11,7 +11,8 @@ import time
 import llama_cpp as api
 import numpy as np
 
-CONTEXT, BATCH = 4096, 1024
+CONTEXT, BATCH = 1280, 1024
+"""The tokens of each stream's context, which llama.cpp divides evenly, and those of a call."""
 
 
 class LlamaCpp:
@@ -21,7 +22,7 @@ class LlamaCpp:
         api.llama_backend_init()
         self._model = api.llama_model_load_from_file(path.encode(), api.llama_model_default_params())
         params = api.llama_context_default_params()
-        params.n_ctx, params.n_batch, params.n_ubatch = CONTEXT, BATCH, 512
+        params.n_ctx, params.n_batch, params.n_ubatch = CONTEXT * streams, BATCH, 512
         params.n_threads = params.n_threads_batch = threads
         params.n_seq_max = streams
         self._context = api.llama_init_from_model(self._model, params)
