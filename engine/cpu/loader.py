@@ -70,7 +70,7 @@ def load_cpu_backend(settings: EngineSettings, checkpoint: Checkpoint, progress:
     # Where prompts and answers are computed in different formats, an answer's KV is not what a prompt's would be.
     caches_decoded_kv = number_format.is_uniform
     sampler = Sampler(checkpoint.eos_token_ids)
-    return Backend(whole, CpuRunner(model, cache), sampler, dtype, max_model_len, caches_decoded_kv, drafting)
+    return Backend(whole, CpuRunner(model, cache), sampler, dtype, max_model_len, caches_decoded_kv, drafting=drafting)
 
 
 def _kernels_of_head(settings: EngineSettings, config: Eagle3Config) -> NativeKernels | None:

@@ -140,7 +140,7 @@ class DeviceBackendBuilder:
                 followers.close()
 
         # Prompts and answers are computed by different kernels; so are prompts that are cut into other chunks.
-        return Backend(launcher.cache, runner, self._sampler, self._settings.dtype, max_model_len, True, close)
+        return Backend(launcher.cache, runner, self._sampler, self._settings.dtype, max_model_len, True, close=close)
 
     def prepare(self, progress: Progress) -> tuple[Launcher, int]:
         """What a batch needs, ready for the first one; the longest context."""
