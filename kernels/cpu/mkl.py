@@ -5,6 +5,8 @@ import os
 from kernels.cpu.cpuinfo import cpu_lines
 
 MKL_VARIABLE = "MKL_CBWR"
+_BRANCHES = {"AVX512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"}, "AVX2": {"avx2"}}
+"""MKL's instruction sets that have a strict mode, the best first, and the flags of a CPU that has them."""
 
 
 def keep_mkl_alike() -> None:
@@ -16,5 +18,7 @@ def keep_mkl_alike() -> None:
     rows are alike (engine.cpu.linear.float32_multiple).
     """
     if "GenuineIntel" in cpu_lines("vendor_id"):
-        branch = "AVX512" if "avx512f" in cpu_lines("flags") else "AVX2"
-        os.environ.setdefault(MKL_VARIABLE, f"{branch},STRICT")
+        flags = cpu_lines("flags").split()
+        branch = next((name for name, needed in _BRANCHES.items() if needed <= set(flags)), None)
+        if branch:
+            os.environ.setdefault(MKL_VARIABLE, f"{branch},STRICT")

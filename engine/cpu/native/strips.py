@@ -56,27 +56,28 @@ def load_shared(file: Path, nbytes: int, load: Callable[[StripMemory], T]) -> T:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with open(file.parent / "lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not _is_there(file, nbytes, load):
-                _pack(file, nbytes, load)
+            fcntl.flock(lock, fcntl.LOCK_EX)  # to the end: a worker of other kernels removes the file
+            if (found := _kept(file, nbytes, load)) is not None:
+                return found
+            _pack(file, nbytes, load)
+            return load(MappedMemory(file, is_packed=True))
     except OSError as error:
         _log.info("the weights are not shared with other workers: %s", error)
         return load(PrivateMemory())
-    return load(MappedMemory(file, is_packed=True))
 
 
-def _is_there(file: Path, nbytes: int, load: Callable[[StripMemory], T]) -> bool:
+def _kept(file: Path, nbytes: int, load: Callable[[StripMemory], T]) -> T | None:
+    """Return what `load` makes of the file; None if there is none, or not what the weights give."""
     if not file.exists():
-        return False
+        return None
     try:
         if file.stat().st_size == nbytes:
-            load(MappedMemory(file, is_packed=True))
-            return True
+            return load(MappedMemory(file, is_packed=True))
         reason = f"it has {file.stat().st_size} bytes, not {nbytes}"
     except PackedDiffers as error:
         reason = str(error)
     _log.warning("%s is packed anew: %s", file, reason)
-    return False
+    return None
 
 
 def _pack(file: Path, nbytes: int, load: Callable[[StripMemory], T]) -> None:

@@ -81,9 +81,14 @@ def test_the_cap_is_applied_and_said(monkeypatch, caplog):
 @pytest.mark.parametrize(
     ("lines", "mode"),
     [
-        ({"vendor_id": "vendor_id : GenuineIntel", "flags": "flags : avx2 avx512f"}, "AVX512,STRICT"),
+        (
+            {"vendor_id": "vendor_id : GenuineIntel", "flags": "flags : avx2 avx512f avx512dq avx512bw avx512vl"},
+            "AVX512,STRICT",
+        ),
         ({"vendor_id": "vendor_id : GenuineIntel", "flags": "flags : avx2"}, "AVX2,STRICT"),
         ({"vendor_id": "vendor_id : AuthenticAMD", "flags": "flags : avx2 avx512f"}, None),
+        ({"vendor_id": "vendor_id : GenuineIntel", "flags": "flags : avx2 avx512f"}, "AVX2,STRICT"),
+        ({"vendor_id": "vendor_id : GenuineIntel", "flags": "flags : sse4_2"}, None),
         ({"vendor_id": "", "flags": ""}, None),
     ],
 )

@@ -11,6 +11,8 @@ from engine.engine import Engine
 from engine.loader import load_engine
 from tests.engine.driving import answers, greedy, random_prompts, settings
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = random_prompts(1000, [5, 40])
 
 
