@@ -40,7 +40,10 @@ class LoadedWorker:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.communicate(timeout=60)  # closes its input, which ends it
+        try:
+            self._process.communicate(timeout=60)  # closes its input, which ends it
+        finally:
+            self._process.kill()
 
     def answer(self) -> Facts:
         assert self._process.stdout is not None

@@ -25,9 +25,11 @@ class StepCount:
 
     def takes(self) -> bool:
         """Return whether the next step may be taken, which counts it."""
-        if not self._file.exists():
+        try:
+            num_let = int(self._file.read_text("utf-8"))
+        except FileNotFoundError:
             return True
-        self._num_taken += (is_left := self._num_taken < int(self._file.read_text("utf-8")))
+        self._num_taken += (is_left := self._num_taken < num_let)
         return is_left
 
 

@@ -7,6 +7,8 @@ from kernels.cpu.native import BatchStruct, ModelStruct, NativeKernels, load_ker
 from tests.kernels.fuzz_native import run_case
 from tests.kernels.native_steps import check_step
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def kernels():
