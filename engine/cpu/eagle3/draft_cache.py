@@ -54,7 +54,7 @@ class DraftCache:
     """
 
     def __init__(self, layout: KVLayout, config: Eagle3Config, num_blocks: int, num_spare: int) -> None:
-        self.num_blocks, self.num_spare, self._layout = num_blocks, num_spare, layout
+        self.num_blocks, self._layout = num_blocks, layout
         self.kv = KVCache(layout.of_groups([0]), num_blocks + num_spare)
         self._rows = np.zeros((1, num_blocks, layout.groups[1].page_nbytes(1)), np.uint8)
         self.features_NH = torch.from_numpy(self._rows[0]).view(self.kv.dtype)[:, : config.hidden_size]
