@@ -40,7 +40,9 @@ def fresh_pool() -> str:
 
 
 def node(name: str, role: WorkerRole, *, incarnation: str = "a", capacity: int = 10_000, **options) -> NodeInfo:
-    facts = {"layout_id": "l", "max_model_len": 8192, "ways": ways("l")} | options
+    layout = options.get("layout")
+    layout_id = "l" if layout is None else layout.layout_id
+    facts = {"layout_id": layout_id, "max_model_len": 8192, "ways": ways(layout_id)} | options
     return NodeInfo(
         worker_id=WorkerId(name),
         incarnation=Incarnation(incarnation),
