@@ -12,6 +12,7 @@ from gguf.quants import quantize
 from contracts.errors import ConfigError
 from engine.cpu.eagle3.draft_cache import DraftCache
 from engine.cpu.eagle3.head_rows import HeadOutput, HeadRows
+from engine.cpu.native.structs import HeldObjects, fill_layer, shape_fields
 from engine.model.rotary_embedding import rope_frequencies
 from engine.model_loader.eagle3_tensors import Eagle3Tensors
 from kernels.cpu.native import BatchStruct, LayerStruct, ModelStruct, NativeKernels, NativeMatrix
@@ -134,7 +135,7 @@ class _NativeHeadLoader:
     def __init__(self, tensors: Eagle3Tensors, kernels: NativeKernels, cache: DraftCache, is_exact: bool) -> None:
         self._tensors, self._kernels, self._cache = tensors, kernels, cache.kv
         self._kind = GGMLQuantizationType.F32 if is_exact else GGMLQuantizationType.Q8_0
-        self._held: list[Any] = [cache]
+        self._held = HeldObjects(cache)
 
     def load(self, target: EmbeddingRows, max_model_len: int) -> NativeEagle3Head:
         tensors, config = self._tensors, self._tensors.config
@@ -144,20 +145,12 @@ class _NativeHeadLoader:
         # A row's position is that of its feature, one before its slot.
         rope = torch.view_as_real(rope_frequencies(config, max_model_len)).flatten(1)
         struct = ModelStruct(
-            hidden_size=config.hidden_size,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            inner_size=config.intermediate_size,
-            num_layers=config.num_layers,
-            block_size=self._cache.group.block_size,
-            is_kv_float32=int(self._cache.dtype is torch.float32),
-            norm_eps=config.norm_eps,
-            rope=self._hold(torch.cat([rope[:1], rope])),
+            **shape_fields(config, self._cache),
+            rope=self._held.address(torch.cat([rope[:1], rope])),
             layers=ctypes.cast(layers, ctypes.POINTER(LayerStruct)),
-            final_gain=self._hold(tensors.gain("norm")),
+            final_gain=self._held.address(tensors.gain("norm")),
             head=self._packed(tensors.output()).struct,
-            feature_gain=self._hold(tensors.gain("layers.0.hidden_norm")),
+            feature_gain=self._held.address(tensors.gain("layers.0.hidden_norm")),
             adds_normed=int(config.norm_before_residual),
         )
         own = tensors.own_embedding()
@@ -165,7 +158,7 @@ class _NativeHeadLoader:
         struct.embedding, struct.embedding_kind = embedding.address, embedding.kind
         struct.embedding_row_nbytes = embedding.row_nbytes
         fc = self._packed(tensors.tensor("fc.weight"))
-        held = (layers, embedding, *self._held)
+        held = (layers, embedding, *self._held.objects)
         return NativeEagle3Head(config, tensors.targets(), self._kernels, struct, fc, self._aux_gains(), held)
 
     def _fill(self, layer: LayerStruct, index: int) -> None:
@@ -174,13 +167,7 @@ class _NativeHeadLoader:
             setattr(layer, field, self._packed(*tensors.projection(index, name)).struct)
         for field in ("gate", "up", "down"):
             setattr(layer, field, self._packed(tensors.tensor(f"{prefix}mlp.{field}_proj.weight")).struct)
-        layer.attention_gain = self._hold(tensors.gain(prefix + "input_layernorm"))
-        layer.mlp_gain = self._hold(tensors.gain(prefix + "post_attention_layernorm"))
-        layer.q_gain = self._hold(tensors.head_gain(index, "q"))
-        layer.k_gain = self._hold(tensors.head_gain(index, "k"))
-        pages = self._cache.pages(index)
-        layer.keys = pages.data_ptr()
-        layer.values = pages.data_ptr() + pages.numel() * pages.element_size() // 2
+        fill_layer(layer, prefix, index, tensors, self._cache, self._held)
 
     def _aux_gains(self) -> tuple[np.ndarray, ...]:
         config, tensors = self._tensors.config, self._tensors
@@ -194,12 +181,5 @@ class _NativeHeadLoader:
         values = np.ascontiguousarray(weight.numpy(), np.float32)
         rows = values.view(np.uint8) if self._kind is GGMLQuantizationType.F32 else quantize(values, self._kind)
         matrix = self._kernels.pack(self._kind, rows, None if bias is None else bias.numpy())
-        self._held.append(matrix)
+        self._held.objects.append(matrix)
         return matrix
-
-    def _hold(self, tensor: torch.Tensor | None) -> int | None:
-        if tensor is None:
-            return None
-        array = np.ascontiguousarray(tensor.numpy(), np.float32)
-        self._held.append(array)
-        return array.ctypes.data

@@ -12,6 +12,7 @@ from checkpoint.checkpoint import Progress
 from contracts.errors import ConfigError
 from engine.cpu.kv_cache import KVCache
 from engine.cpu.native.strips import padded
+from engine.cpu.native.structs import HeldObjects, fill_layer, shape_fields
 from engine.model.rotary_embedding import rope_frequencies
 from engine.model_loader.checkpoint_weights import StoredBlocks, StoredWeightSource
 from engine.model_loader.decoder_tensors import PARTS, ModelTensors, layer_prefix
@@ -69,7 +70,8 @@ def load_native_model(
 ) -> NativeModel:
     """Return a model whose matrices are in `memory`.
 
-    Raises ConfigError for a tensor that is missing or has another shape than the configuration says."""
+    Raises ConfigError for a tensor that is missing or has another shape than the configuration says.
+    """
     loader = _NativeWeightLoader(config, source, kernels, cache, memory)
     embedding, head = loader.ends()  # first: a vocabulary of another size is told before much is loaded
     layers = (LayerStruct * config.num_layers)()
@@ -80,16 +82,8 @@ def load_native_model(
     rope = torch.view_as_real(rope_frequencies(config, max_model_len)).contiguous().numpy()
     final_gain = loader.tensors.gain(_FINAL_NORM).numpy()
     struct = ModelStruct(
-        hidden_size=config.hidden_size,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        inner_size=config.intermediate_size,
-        num_layers=config.num_layers,
-        block_size=cache.group.block_size,
-        is_kv_float32=int(cache.dtype is torch.float32),
+        **shape_fields(config, cache),
         embedding_kind=int(embedding.kind),
-        norm_eps=config.norm_eps,
         embedding_row_nbytes=embedding.rows.shape[1],
         embedding=embedding.rows.ctypes.data,
         rope=rope.ctypes.data,
@@ -97,7 +91,7 @@ def load_native_model(
         final_gain=final_gain.ctypes.data,
         head=head,
     )
-    return NativeModel(struct, (embedding, layers, rope, final_gain, cache, *loader.held))
+    return NativeModel(struct, (embedding, layers, rope, final_gain, cache, *loader.held.objects))
 
 
 class _NativeWeightLoader:
@@ -112,7 +106,7 @@ class _NativeWeightLoader:
         self._config, self._source, self._kernels = config, source, kernels
         self._cache, self._memory = cache, memory
         self.tensors = ModelTensors(config, source, interleaved=True)
-        self.held: list[Any] = []
+        self.held = HeldObjects()
         hidden, inner = config.hidden_size, config.intermediate_size
         q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self._shapes = {
@@ -139,13 +133,7 @@ class _NativeWeightLoader:
             blocks = self._blocks(f"{prefix}{module}.weight", self._shapes[field])
             rows = self._rotary_order(blocks.rows) if module in PARTS["qkv"][:2] else blocks.rows
             setattr(layer, field, self._packed(blocks.kind, rows, biases.get(field)))
-        layer.attention_gain = self._hold(self.tensors.gain(prefix + "input_layernorm"))
-        layer.mlp_gain = self._hold(self.tensors.gain(prefix + "post_attention_layernorm"))
-        layer.q_gain = self._hold(self.tensors.head_gain(index, "q"))
-        layer.k_gain = self._hold(self.tensors.head_gain(index, "k"))
-        pages = self._cache.pages(index)
-        layer.keys = pages.data_ptr()
-        layer.values = pages.data_ptr() + pages.numel() * pages.element_size() // 2
+        fill_layer(layer, prefix, index, self.tensors, self._cache, self.held)
         layer.window = self._config.window if index in self._config.windowed_layers else 0
 
     def _biases(self, prefix: str) -> dict[str, np.ndarray]:
@@ -172,12 +160,5 @@ class _NativeWeightLoader:
 
     def _packed(self, kind: int, rows: np.ndarray, bias: np.ndarray | None = None) -> MatrixStruct:
         matrix = self._kernels.pack(kind, rows, bias, self._memory)
-        self.held.append(matrix)
+        self.held.objects.append(matrix)
         return matrix.struct
-
-    def _hold(self, tensor: torch.Tensor | None) -> int | None:
-        if tensor is None:
-            return None
-        array = np.ascontiguousarray(tensor.numpy(), np.float32)
-        self.held.append(array)
-        return array.ctypes.data
