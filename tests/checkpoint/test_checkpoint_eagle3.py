@@ -14,7 +14,8 @@ from bench.models.eagle3_reference import Eagle3Reference
 from checkpoint.huggingface.eagle3_folder import Eagle3Folder, open_eagle3
 from contracts.errors import ConfigError
 from models.config import ModelConfig
-from models.eagle3 import Eagle3Dialect, optional_tensors, required_tensors
+from models.eagle3 import optional_tensors, required_tensors
+from tests.engine.speculative.tiny_heads import write_head
 
 TARGET = ModelConfig(
     family="llama", vocab_size=48, hidden_size=16, intermediate_size=24, num_layers=12, num_heads=4, num_kv_heads=2,
@@ -54,12 +55,7 @@ def write(folder: Path, stated: dict[str, Any], optional: tuple[str, ...] = (), 
         is_drafted = torch.zeros(config.vocab_size, dtype=torch.bool)
         is_drafted[DRAFTED] = True
         tensors |= {"d2t": DRAFTED - torch.arange(len(DRAFTED)), "t2d": is_drafted}
-    if config.dialect is Eagle3Dialect.SPECFORGE:
-        tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(stated))
-    save_file(tensors, folder / "model.safetensors")
-    return folder
+    return write_head(folder, stated, config.dialect, tensors)
 
 
 def load(head: Eagle3Folder) -> dict[str, torch.Tensor]:

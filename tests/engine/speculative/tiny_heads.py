@@ -65,7 +65,12 @@ def save_head(folder: Path, stated: dict[str, Any], target: ModelConfig) -> Path
     if config.has_reduced_vocabulary:
         drafted = torch.randperm(config.vocab_size, generator=draw)[: config.draft_vocab_size].sort().values
         tensors["d2t"] = drafted - torch.arange(config.draft_vocab_size)
-    if config.dialect is Eagle3Dialect.SPECFORGE:
+    return write_head(folder, stated, config.dialect, tensors)
+
+
+def write_head(folder: Path, stated: dict[str, Any], dialect: Eagle3Dialect, tensors: dict[str, torch.Tensor]) -> Path:
+    """Write a head, its tensors under the names of its dialect."""
+    if dialect is Eagle3Dialect.SPECFORGE:
         tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(stated))
