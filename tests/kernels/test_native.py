@@ -53,21 +53,31 @@ def dense(name: str, rows: np.ndarray) -> np.ndarray:
 
 
 def rounded(x: np.ndarray) -> np.ndarray:
-    """Rows as the kernels see them: int8, 32 columns at a time, the coarsest group of 2048 columns twice."""
+    """Rows as the kernels see them, float64: int8, 32 columns at a time, the coarsest eighth of the groups twice."""
     groups = x.reshape(len(x), -1, 32)
     once = in_int8(groups)
-    rests = in_int8(groups - once)
-    peaks = np.abs(groups).max(2)
-    order = np.argsort(-peaks, 1, kind="stable")[:, : -(-x.shape[1] // 2048)]
-    is_coarse = np.zeros(peaks.shape, bool)
-    np.put_along_axis(is_coarse, order, True, 1)
-    return (once + np.where(is_coarse[..., None], rests, 0)).reshape(x.shape)
+    rests = in_int8((groups - once).astype(np.float32))
+    return (once + np.where(is_coarse(groups)[..., None], rests, 0)).reshape(x.shape)
+
+
+def is_coarse(groups: np.ndarray) -> np.ndarray:
+    """Which groups `[rows, groups]` are rounded twice: of each 64, those of the greatest scales."""
+    scales = np.abs(groups).max(2) / np.float32(127)
+    chosen = np.zeros(scales.shape, bool)
+    for row, marks in zip(scales, chosen, strict=True):
+        for first in range(0, len(row), 64):
+            some = row[first : first + 64]
+            count = -(-len(some) // 8)
+            values = np.unique(some[some > 0])[-count:]
+            if len(values):
+                marks[first + np.flatnonzero(some >= values[0])[:count]] = True
+    return chosen
 
 
 def in_int8(groups: np.ndarray) -> np.ndarray:
     peaks = np.abs(groups).max(2, keepdims=True)
     inverse = np.divide(np.float32(127), peaks, out=np.zeros_like(peaks), where=peaks > 0)
-    return np.rint(groups * inverse) * (peaks / np.float32(127))
+    return np.rint(groups * inverse).astype(np.float64) * (peaks / np.float32(127))
 
 
 def activations(num_rows: int, k: int, seed: int = 1) -> np.ndarray:

@@ -25,7 +25,7 @@ struct Format {
     static constexpr int BITS = BITS_, ZERO_BITS = ZERO_BITS_, TABLE = TABLE_;
     static constexpr Scales SCALES = SCALES_;
     static constexpr bool HAS_MIN = SCALES == Scales::HALF_MIN || SCALES == Scales::K_MIN;
-    static constexpr bool IS_WIDE = ZERO_BITS == 7;
+    static constexpr int GREATEST = TABLE == 2 ? 28 : ZERO_BITS == 7 ? 255 : (1 << BITS) - 1;  // of the codes
     static constexpr int BLOCK = SCALES == Scales::K_MIN || SCALES == Scales::K_16 ? 256 : 32;  // columns
     static constexpr int GROUP_NBYTES = 64 * BITS;  // codes of 16 rows and 32 columns
     static constexpr int SCALE_NBYTES =             // of 16 rows and a block

@@ -106,12 +106,17 @@ INLINE Bytes either(Bytes a, Bytes b) { return _mm512_or_si512(a, b); }
 INLINE Bytes look_up(const uint8_t* table, Bytes codes) {
     return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table)), codes);
 }
-// Each lane: four products of unsigned by signed bytes added to `a`. If `Wide`, the unsigned are up to 255, and 128 is
-// taken from each: by `minus128`, 128 times the negative sum of what they are multiplied by, which `a` begins with.
-template <bool Wide>
-INLINE Ints dot(Ints a, Bytes u, Bytes x) { return _mm512_dpbusd_epi32(a, u, x); }
-template <bool Wide>
-INLINE Ints from_zero(Ints minus) { return minus; }
+// Each lane: the sum of products of codes by signed bytes of -127 to 127, four of a vector. A code is an unsigned byte
+// up to `Greatest`, less 2^Zero (nothing if that is 0); `minus`: the negative sum of what they are multiplied by.
+// `add` is called for vector 0, 1 and so on.
+template <int Greatest, int Zero>
+struct Sums {
+    Ints total;
+
+    INLINE void begin(int32_t minus) { total = Zero ? left<Zero>(ints(minus)) : ints(0); }
+    template <int J>
+    INLINE void add(Bytes u, Bytes x) { total = _mm512_dpbusd_epi32(total, u, x); }
+};
 
 // Transposes W x W words of 32 bits: `rows[i]` is row i, and column i goes to `out + i * stride`.
 INLINE void transpose(const void* const* rows, size_t offset, uint32_t* out, size_t stride) {
@@ -226,18 +231,31 @@ INLINE Bytes either(Bytes a, Bytes b) { return _mm256_or_si256(a, b); }
 INLINE Bytes look_up(const uint8_t* table, Bytes codes) {
     return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table)), codes);
 }
-// maddubs saturates at 16 bits: what is `Wide` is made signed, and its sign given to the other side.
-template <bool Wide>
-INLINE Ints dot(Ints a, Bytes u, Bytes x) {
-    if constexpr (Wide) {
-        const Bytes signed_u = _mm256_xor_si256(u, _mm256_set1_epi8(-128));
-        x = _mm256_sign_epi8(x, signed_u);
-        u = _mm256_abs_epi8(signed_u);
+// Pairs of products are summed in 16 bits, of as many vectors as can't overflow. Codes of 8 bits are made signed for
+// that, and their sign given to the other side.
+template <int Greatest, int Zero>
+struct Sums {
+    static constexpr bool IS_WIDE = Greatest > 127;
+    static_assert(!IS_WIDE || Zero == 7);
+    static constexpr int MOST = IS_WIDE ? 1 : 32767 / (2 * 127 * Greatest);
+    static constexpr int STEP = MOST >= 8 ? 8 : MOST >= 4 ? 4 : MOST;
+    Ints total, pairs;
+
+    INLINE void begin(int32_t minus) { total = Zero && !IS_WIDE ? left<Zero>(ints(minus)) : ints(0); }
+    template <int J>
+    INLINE void add(Bytes u, Bytes x) {
+        if constexpr (IS_WIDE) {
+            const Bytes signed_u = _mm256_xor_si256(u, _mm256_set1_epi8(-128));
+            x = _mm256_sign_epi8(x, signed_u);
+            u = _mm256_abs_epi8(signed_u);
+        }
+        const Ints products = _mm256_maddubs_epi16(u, x);
+        pairs = J % STEP == 0 ? products : _mm256_add_epi16(pairs, products);
+        // GCC would put sums off and add them as a tree, for which there are no registers.
+        if constexpr (STEP > 2) __asm__("" : "+x"(pairs));
+        if constexpr (J % STEP == STEP - 1) total = _mm256_add_epi32(total, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
     }
-    return _mm256_add_epi32(a, _mm256_madd_epi16(_mm256_maddubs_epi16(u, x), _mm256_set1_epi16(1)));
-}
-template <bool Wide>
-INLINE Ints from_zero(Ints minus) { return Wide ? _mm256_setzero_si256() : minus; }
+};
 
 INLINE void transpose(const void* const* rows, size_t offset, uint32_t* out, size_t stride) {
     __m256i r[8], t[8];
@@ -377,14 +395,17 @@ template <int From, int Count>
 INLINE Bytes bits_at_4(Bytes a) { EACH_BYTE((a.v[i] >> From & ((1 << Count) - 1)) << 4); }
 INLINE Bytes either(Bytes a, Bytes b) { EACH_BYTE(a.v[i] | b.v[i]); }
 INLINE Bytes look_up(const uint8_t* table, Bytes a) { EACH_BYTE(table[a.v[i] & 15]); }
-template <bool Wide>
-INLINE Ints dot(Ints a, Bytes u, Bytes x) {
-    for (int i = 0; i < W; i++)
-        for (int j = 4 * i; j < 4 * i + 4; j++) a.v[i] += int32_t(u.v[j]) * int8_t(x.v[j]);
-    return a;
-}
-template <bool Wide>
-INLINE Ints from_zero(Ints minus) { return minus; }
+template <int Greatest, int Zero>
+struct Sums {
+    Ints total;
+
+    INLINE void begin(int32_t minus) { total = Zero ? left<Zero>(ints(minus)) : ints(0); }
+    template <int J>
+    INLINE void add(Bytes u, Bytes x) {
+        for (int i = 0; i < W; i++)
+            for (int j = 4 * i; j < 4 * i + 4; j++) total.v[i] += int32_t(u.v[j]) * int8_t(x.v[j]);
+    }
+};
 
 INLINE void transpose(const void* const* rows, size_t offset, uint32_t* out, size_t stride) {
     for (int i = 0; i < W; i++)

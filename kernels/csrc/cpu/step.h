@@ -31,7 +31,7 @@ INLINE void each_row(int64_t num_rows, Body&& body) {
     });
 }
 
-constexpr int64_t FEW_ROWS = 32, ROW_BLOCK = 64, MOST_STRIPS = 16;
+constexpr int64_t FEW_ROWS = 32, MOST_STRIPS = 16;
 
 INLINE bool is_plain(const Matrix& w) { return element_nbytes(w.kind) != 0; }
 
@@ -39,14 +39,22 @@ INLINE bool is_plain(const Matrix& w) { return element_nbytes(w.kind) != 0; }
 inline Rows as_rows(const float* x, int64_t num_rows, int64_t k, const Target* targets, int count) {
     bool wants_codes = false;
     for (int i = 0; i < count; i++) wants_codes |= !is_plain(*targets[i].matrix);
-    if (!wants_codes) return Rows{nullptr, nullptr, nullptr, x, k};
+    if (!wants_codes) return Rows{nullptr, nullptr, nullptr, nullptr, x, k};
+    const int64_t num_groups = k / 32, each = rests_of(k), blocks = (num_rows + ROW_BLOCK - 1) / ROW_BLOCK;
     int8_t* codes = scratch<int8_t>(Slot::CODES, num_rows * k);
-    Group* groups = scratch<Group>(Slot::GROUPS, num_rows * (k / 32));
-    Rest* rests = scratch<Rest>(Slot::RESTS, num_rows * rests_of(k));
+    Group* groups = scratch<Group>(Slot::GROUPS, num_rows * num_groups);
+    int32_t* numbers = scratch<int32_t>(Slot::NUMBERS, num_rows * each);
+    Rest* rests = scratch<Rest>(Slot::RESTS, num_rows * each);
+    int32_t* starts = scratch<int32_t>(Slot::STARTS, blocks * (num_groups + 2));
     each_row(num_rows, [&](int64_t i) {
-        round_row(x + i * k, k, codes + i * k, groups + i * (k / 32), rests + i * rests_of(k));
+        round_row(x + i * k, k, codes + i * k, groups + i * num_groups, numbers + i * each);
     });
-    return Rows{codes, groups, rests, x, k};
+    parallel(blocks, [&](int64_t block, int) {
+        const int64_t first = ROW_BLOCK * block, rows = num_rows - first < ROW_BLOCK ? num_rows - first : ROW_BLOCK;
+        round_rests(x + first * k, rows, k, codes + first * k, groups + first * num_groups, numbers + first * each,
+                    rests + first * each, starts + block * (num_groups + 2));
+    });
+    return Rows{codes, groups, rests, starts, x, k};
 }
 
 // All products of the same rows, shared out by strips and blocks of rows.
