@@ -21,6 +21,7 @@ from contracts.request import Cancel, Job, Route, WorkerRef
 from contracts.sampling import SamplingParams
 from worker.messages import CoreFrame, CoreReady, CoreStatus, KnownPeers, Start, Stop, ToFront, Work
 
+FIRST = Epoch(1)
 START_TIMEOUT_S = 150.0
 MEET_TIMEOUT_S = 30.0
 _incarnations = count(1)
@@ -172,17 +173,21 @@ def ask(
     `source`: who has more of the prompt.
     """
     name = f"r{next(_requests)}"
-    route = Route(RequestId(name), Epoch(1), prefill.ref, decode.ref, source.ref if source else None)
-    sampling = SamplingParams(max_tokens=num_tokens, seed=0, temperature=0.0, ignore_eos=True)
-    work = Work([Job(route, GatewayId("bench"), token_ids, sampling, timeout_s)], time.monotonic())
+    route = Route(RequestId(name), FIRST, prefill.ref, decode.ref, source.ref if source else None)
+    work = Work([Job(route, GatewayId("bench"), token_ids, greedy(num_tokens), timeout_s)], time.monotonic())
     began = time.perf_counter()
     for core in {id(core): core for core in (prefill, decode)}.values():
         core.send(work)
     return name, began
 
 
-def cancel(core: CoreHandle, request_ids: Sequence[str]) -> None:
-    core.send(Work([Cancel(RequestId(name), Epoch(1), "measured") for name in request_ids], time.monotonic()))
+def greedy(num_tokens: int) -> SamplingParams:
+    """Return the sampling of an answer of exactly so many tokens."""
+    return SamplingParams(max_tokens=num_tokens, seed=0, temperature=0.0, ignore_eos=True)
+
+
+def cancel(core: CoreHandle, request_ids: Sequence[str], epoch: Epoch = FIRST) -> None:
+    core.send(Work([Cancel(RequestId(name), epoch, "measured") for name in request_ids], time.monotonic()))
 
 
 def prompt(rng: np.random.Generator, length: int) -> list[int]:

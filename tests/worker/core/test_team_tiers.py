@@ -13,14 +13,14 @@ from engine.sequence import Sequence
 from kv_transfer.tiers.remote_store import open_remote_store
 from tests.engine.device_engines import FUSIBLE
 from tests.engine.driving import greedy, random_prompts
-from tests.engine.test_device_team import engine_on
+from tests.engine.test_device_team import DEVICES, engine_on
 from tests.engine.tiny_models import VOCAB, save_tiny
 from tests.worker.core.test_device_tiers import join_device, pinned_host
 from tests.worker.core.tier_rig import answer, cached_tokens, settled
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # each GPU's process loads torch
 
-SIZES = (1, 2, 4, 1)
+SIZES = {"cpu": (1, 2, 4, 1), "cuda": (1, 2, 1)}
 """Numbers of GPUs: two each of four hold the same of two KV heads. One reads in the end what the others wrote."""
 PROMPTS = random_prompts(VOCAB, (200, 150, 300, 170))
 NUM_TOKENS = 70
@@ -33,25 +33,31 @@ def _loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
 
 
+def _first(device: str) -> torch.device:
+    return torch.device(device, 0) if device == "cuda" else torch.device(device)
+
+
 def blocks_of(engine: Engine, tokens: list[int]) -> np.ndarray:
     """Return the cached blocks of tokens in the order of one GPU's pages; each set of GPUs has them."""
     size = engine.layout.block_size
     sequence = Sequence(RequestId("digests"), tokens, greedy())
     blocks = engine.pool.find_by_digest(sequence.extend_digests(size, len(tokens) // size))
     assert len(blocks) == len(tokens) // size
-    first, *others = (torch.cat([s[:, blocks] for s in shards], -1).numpy() for shards in engine.transfer_pool.copies)
+    copies = engine.transfer_pool.copies
+    first, *others = (torch.cat([s[:, blocks].cpu() for s in shards], -1).numpy() for shards in copies)
     assert all(np.array_equal(first, other) for other in others)
     return first
 
 
-def test_what_one_number_of_gpus_keeps_another_reads(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_one_number_of_gpus_keeps_another_reads(tmp_path: Path, device: str) -> None:
     """Prompt and answer: every byte, and the greedy tokens of the turn after them."""
     save_tiny(tmp_path / "model", "llama", **FUSIBLE)
     turns: list[list[int]] = []
     kept: list[np.ndarray] = []
     expected: list[list[int]] = []
-    for turn, (size, prompt) in enumerate(zip(SIZES, PROMPTS, strict=True)):
-        with engine_on(torch.device("cpu"), tmp_path / "model", size, kv_cache_nbytes=1 << 24) as engine:
+    for turn, (size, prompt) in enumerate(zip(SIZES[device], PROMPTS, strict=False)):
+        with engine_on(_first(device), tmp_path / "model", size, kv_cache_nbytes=1 << 24) as engine:
             tiers = join_device(engine, pinned_host(engine, 20), open_remote_store(f"file://{tmp_path}"))
             for index, tokens in enumerate(turns):
                 known = len(tokens) // 64 * 64
@@ -70,10 +76,13 @@ def test_what_one_number_of_gpus_keeps_another_reads(tmp_path: Path) -> None:
             engine.check()
 
 
-def test_a_follower_that_got_other_bytes_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_follower_that_got_other_bytes_is_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
     """A page of one of several GPUs is not what was written: its block, and what is behind it, is computed."""
     save_tiny(tmp_path / "model", "llama", **FUSIBLE)
-    with engine_on(torch.device("cpu"), tmp_path / "model", 2, kv_cache_nbytes=1 << 24) as engine:
+    with engine_on(_first(device), tmp_path / "model", 2, kv_cache_nbytes=1 << 24) as engine:
         expected = answer(engine, PROMPTS[0], "first")
         tiers = join_device(engine, pinned_host(engine, 20))
         engine.pool.release(engine.pool.allocate(engine.pool.num_available))
