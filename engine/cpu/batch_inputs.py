@@ -7,13 +7,16 @@ import numpy as np
 import torch
 
 from engine.cpu.attention import AttentionPlan, TiledChunks, plan_tiles
-from engine.cpu.decode_attention import computes_rows_alike, plan_decode
+from engine.cpu.decode_attention import computes_rows_alike, most_tokens, plan_decode
 from engine.cpu.head_shape import HeadShape
 from engine.cpu.kv_cache import KVCache
 from engine.model.chunked_attention import AttentionChunks, cut
 from engine.model.logit_rows import tail_rows, tails
 from engine.sampling.prompt_logprobs import PromptLogprobSpan
 from engine.scheduler.batch import ScheduledChunk
+
+_SIZES = (2, 18)
+"""Newest tokens, drafts, and answers that are computed again are attended apart: fewer tokens than each of these."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +66,10 @@ def prepare(
 
     Those of a draft come behind each. A drafted token is computed as the newest token of its sequence would be: by the
     kernel that decode takes, over a context of its own. So what is accepted is to the bit what it would be without.
+    The same goes for an answer's tokens that are computed again, where that kernel `computes_rows_alike`.
     """
-    places = _places(pieces)
+    num_together = most_tokens(heads.group) if computes_rows_alike(cache.dtype, heads.head_dim) else 0
+    places = _places(pieces, num_together)
     rows = AttentionChunks(
         tables=_tables(pieces)[places.owners],
         starts=places.starts,
@@ -72,14 +77,14 @@ def prepare(
         answers=np.array([piece.is_answer for piece in pieces])[places.owners],
     )
     counts, answers = rows.counts, rows.answers
-    samples = np.array([piece.samples for piece in pieces])[places.owners]
-    decodes = np.array([piece.num_rows for piece in pieces if piece.is_decode], np.int64)
+    samples, decodes = places.samples, places.decodes
     owners = np.repeat(np.arange(len(counts)), counts)
     positions = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts - rows.starts, counts)
     token_ids = np.concatenate([np.frombuffer(piece.token_ids, np.int32) for piece in pieces])
     wanted = [(np.cumsum(counts) - 1)[samples], *(span.rows.numpy() for span in scored)]
-    lasts = tails(counts, np.concatenate(wanted))
-    left = tail_rows(counts, lasts)
+    runs = np.concatenate([decodes, counts[decodes.sum() :]])
+    lasts = tails(runs, np.concatenate(wanted))
+    left = tail_rows(runs, lasts)
     sample_rows, *score_rows = (torch.from_numpy(np.searchsorted(left, part)) for part in wanted)
     return Inputs(
         token_ids_M=torch.from_numpy(token_ids),
@@ -96,38 +101,59 @@ def prepare(
 
 @dataclass(frozen=True)
 class _Places:
-    """The places of a batch that attend by themselves: a piece each, and a token each of its draft.
+    """The places of a batch that attend by themselves: tokens of decode's kernel, or whole pieces.
 
-    `owners`: the pieces, by index; `starts` and `counts`: tokens of these sequences.
+    `owners`: the pieces, by index; `starts` and `counts`: tokens of these sequences. `decodes`: how many of the places,
+    of which they are the first, decode's kernel takes together. `samples`: those whose last row says what comes next.
     """
 
     owners: np.ndarray
     starts: np.ndarray
     counts: np.ndarray
+    samples: np.ndarray
+    decodes: np.ndarray
 
 
-def _places(pieces: SequenceOf[ScheduledChunk]) -> _Places:
+def _places(pieces: SequenceOf[ScheduledChunk], num_together: int) -> _Places:
+    """Return the places of the pieces, which are in the order of Batch.
+
+    `num_together`: of how many tokens of a recomputed answer decode's kernel gives what it gives one; 0: of none.
+    """
+    is_decode = np.array([piece.is_answer if num_together else piece.is_decode for piece in pieces])
     firsts = np.array([piece.first_token for piece in pieces])
     counts = np.array([piece.num_tokens for piece in pieces])
-    if not any(piece.draft for piece in pieces):
-        return _Places(np.arange(len(pieces)), firsts, counts)
-    parts = np.array([1 + len(piece.draft) for piece in pieces])
+    rows = np.array([piece.num_rows for piece in pieces])
+    parts = np.where(is_decode, rows, 1)
     owners = np.repeat(np.arange(len(pieces)), parts)
     indices = np.arange(len(owners)) - np.repeat(np.cumsum(parts) - parts, parts)
-    starts = firsts[owners] + np.where(indices > 0, counts[owners] - 1 + indices, 0)
-    return _Places(owners, starts, np.where(indices > 0, 1, counts[owners]))
+    firsts_that_sample = np.where(is_decode, counts - 1, 0)  # the newest token's, and those of its draft
+    samples = np.array([piece.samples for piece in pieces])[owners] & (indices >= firsts_that_sample[owners])
+    decodes = np.array([size for piece in pieces for size in _runs(piece, num_together)], np.int64)
+    return _Places(owners, firsts[owners] + indices, np.where(is_decode, 1, counts)[owners], samples, decodes)
+
+
+def _runs(piece: ScheduledChunk, num_together: int) -> SequenceOf[int]:
+    """Return how many rows of a piece decode's kernel takes at a time; none if it takes none."""
+    if piece.is_decode:
+        return [piece.num_rows]  # a newest token, and its draft
+    if not piece.is_answer or not num_together:
+        return []
+    return [min(num_together, piece.num_tokens - first) for first in range(0, piece.num_tokens, num_together)]
 
 
 def _tails(
     rows: AttentionChunks, lasts: np.ndarray, left: np.ndarray, decodes: np.ndarray, heads: HeadShape, cache: KVCache
 ) -> LogitRows:
-    """Return what goes past the last layer's K and V.
+    """Return what goes past the last layer's K and V: of each run of rows the `lasts`.
 
     Attention is by the kernel that takes the whole piece: a decode's stays a decode's, and no other becomes one.
     """
-    starts, kept = rows.starts + rows.counts - lasts, lasts > 0
-    sampling = decodes[kept[np.cumsum(decodes) - decodes]]  # a token that is computed again may be no last one
-    ends = AttentionChunks(rows.tables[kept], starts[kept], lasts[kept], rows.answers[kept])
+    sampling, indices = lasts[: len(decodes)], np.arange(decodes.sum())
+    is_last = indices >= np.repeat(np.cumsum(decodes) - sampling, decodes)
+    each = np.concatenate([is_last, lasts[len(decodes) :]])
+    starts, kept = rows.starts + rows.counts - each, each > 0
+    sampling = sampling[sampling > 0]  # tokens that are computed again may have no last one
+    ends = AttentionChunks(rows.tables[kept], starts[kept], each[kept], rows.answers[kept])
     return LogitRows(torch.from_numpy(left), _plans(ends, sampling, heads, cache))
 
 
@@ -149,7 +175,6 @@ def _plan(rows: AttentionChunks, decodes: np.ndarray, heads: HeadShape, cache: K
     if num_decodes > len(decodes) and not computes_rows_alike(cache.dtype, heads.head_dim):
         decodes = np.ones(num_decodes, np.int64)  # each token of a draft by itself
     firsts = np.cumsum(decodes) - decodes
-    num_plain = int((np.cumsum(decodes != 1) == 0).sum())
     chunks = [
         TiledChunks(tables[low:high], starts[low:high], counts[low:high], int(counts[:low].sum()), high <= num_answers)
         for low, high in ((num_decodes, num_answers), (num_answers, len(starts)))
@@ -157,15 +182,17 @@ def _plan(rows: AttentionChunks, decodes: np.ndarray, heads: HeadShape, cache: K
     ]
     return AttentionPlan(
         tuple(
-            plan_decode(tables[each], starts[each] + 1, each_counts, heads.group, cache, window)
-            for each, each_counts in (
-                (firsts[:num_plain], decodes[:num_plain]),
-                (firsts[num_plain:], decodes[num_plain:]),
-            )
-            if len(each)
+            plan_decode(tables[each], starts[each] + 1, counts_of_each, heads.group, cache, window)
+            for each, counts_of_each in zip(*(_by_size(decodes, array) for array in (firsts, decodes)), strict=True)
         ),
         tuple(plan_tiles(group, heads, cache, window) for group in chunks),
     )
+
+
+def _by_size(decodes: np.ndarray, array: np.ndarray) -> list[np.ndarray]:
+    """Split where a plan ends: its queries are padded to the most tokens of any of them."""
+    sizes = np.digitize(decodes, _SIZES)
+    return [part for part in np.split(array, np.flatnonzero(np.diff(sizes)) + 1) if len(part)]
 
 
 def _tables(pieces: SequenceOf[ScheduledChunk]) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Paged attention of answers on the CPU: the newest token of each sequence, and those of its draft.
+"""Paged attention of answers on the CPU: newest tokens, those of drafts, and what is computed again.
 
 Flash-decoding (Dao et al. 2023): the context is read in parts of `DECODE_PART` tokens, which are joined by their
 log-sum-exps. Shapes as in engine.cpu.attention; R tokens of a sequence.
@@ -20,13 +20,15 @@ DECODE_PART = 128
 _ROW_MULTIPLE = 4
 _TRIED_ROWS = 276
 """The most query rows that are tried: 17 tokens of 16 heads that share a KV head have about as many."""
+_TOGETHER = 64
+"""Tokens of an answer that is computed again. Of more, the first would attend to more parts that they don't see."""
 
 flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 @dataclass(frozen=True)
 class DecodeAttentionPlan:
-    """The newest tokens of sequences: R of each, more than one where a draft is verified.
+    """The plan for tokens of answers: R of each sequence, several for a draft or an answer computed again.
 
     `pages` gathers `[2, P, K, part, D]`, once for all tokens of a sequence; `part_rows` is None when each sequence has
     one part. Of the batch's rows `queries` `[B * R]` are those of the sequences, the last one again where one has
@@ -49,6 +51,14 @@ def page_index(blocks: np.ndarray, group: KVGroup, num_blocks: int) -> torch.Ten
     """Blocks `[N, n]` -> rows of KVCache.pages for K and then V, in the order `[2, N, K, n]`."""
     heads = blocks[:, None, :] * group.num_kv_heads + np.arange(group.num_kv_heads)[None, :, None]
     return torch.from_numpy(np.stack([heads, heads + num_blocks * group.num_kv_heads]).reshape(-1))
+
+
+def most_tokens(group: int) -> int:
+    """Return how many tokens of a sequence are attended together at most, with so many heads of a KV head.
+
+    `computes_rows_alike` has tried their rows, and a part is read once for all of them.
+    """
+    return max(1, min(_TOGETHER, _TRIED_ROWS // group))
 
 
 @cache
@@ -75,7 +85,7 @@ def computes_rows_alike(dtype: torch.dtype, head_dim: int) -> bool:
 def plan_decode(
     tables: np.ndarray, lengths: np.ndarray, counts: np.ndarray, group: int, cache: KVCache, window: int = 0
 ) -> DecodeAttentionPlan:
-    """Return the plan of the newest tokens of sequences, whose rows follow each other.
+    """Return the plan of tokens of answers, whose rows follow each other.
 
     `tables` `[B, n]` block ids (anything valid past the end), `counts` `[B]` tokens of each, `lengths` `[B]` context
     tokens of the first of them, itself included. `window`: how many of them are seen, 0 for all; parts that lie before

@@ -46,11 +46,11 @@ class ScheduledChunk:
 
     @property
     def is_answer(self) -> bool:
-        """Tokens of the answer: one in decode, several when a preempted sequence is computed again.
+        """Tokens that were or are decoded: one in decode, several when a preempted sequence is computed again.
 
-        Never mixed with prompt.
+        Never mixed with what was prefilled: each is computed again as it was before, wherever that was.
         """
-        return self.first_token >= self.sequence.num_prompt
+        return self.first_token >= self.sequence.num_prefilled
 
     @property
     def is_decode(self) -> bool:

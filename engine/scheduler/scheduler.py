@@ -254,7 +254,7 @@ class Scheduler:
         A chunk of what is handed over ends on a block's edge, unless it is the last: no block is sent half full.
         """
         first = sequence.num_computed
-        end = sequence.num_prompt if first < sequence.num_prompt else len(sequence.tokens)
+        end = sequence.num_prefilled if first < sequence.num_prefilled else len(sequence.tokens)
         if end - first > budget:
             end = first + budget
             if sequence.handoff:

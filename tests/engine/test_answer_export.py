@@ -294,6 +294,25 @@ def test_a_preempted_answer_moves_once_it_is_computed_again(folder: Path):
     assert all_free(source, move.target)
 
 
+def test_an_answer_that_is_preempted_after_its_move_is_computed_as_it_was(folder: Path):
+    """Its first tokens came with the move's job, and were decoded all the same: to the bit, with `logprobs`."""
+    sampling = greedy(2 * LENGTH, **SAMPLINGS["drawn"])
+    source, target, alone = (load_engine(settings(model=str(folder), prefix_cache=False)) for _ in range(3))
+    expected = whole(alone, sampling)
+    move = Move(source, target, sampling)
+    move.step(120)
+    move.reserve(LENGTH)
+    move.step(130)
+    assert move.stop()
+    move.commit()
+    others = [move.target.step() for _ in range(30)]
+    target.scheduler._preempt(target.sequences[move.there])
+    others += drain(target)
+    rest = [sampled.token for output in others for sampled in output.sampled]
+    assert [*move.tokens, *rest] == expected
+    assert target.stats().num_preemptions == 1
+
+
 def test_what_was_told_is_held_until_its_reader_has_ended(make: Make):
     source = make(prefix_cache=False)
     move = Move(source, make(), greedy(LENGTH))

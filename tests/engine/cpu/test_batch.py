@@ -44,3 +44,27 @@ def test_a_seeded_answer_is_the_same_alone_and_in_any_batch(tmp_path, dtype, num
     outputs += drain(engine)
     assert [told(outputs, str(index)) for index in range(NUM_REQUESTS)] == alone
     assert all(len(answer) == NUM_TOKENS for answer in alone)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_answer_that_is_computed_again_is_the_same(tmp_path, dtype):
+    """Over more than one part of the context, in chunks longer than what attends at once."""
+    engine = load_engine(
+        settings(
+            model=str(save_tiny(tmp_path)), dtype=dtype, cache_dir=tmp_path, prefix_cache=False, max_batched_tokens=96
+        )
+    )
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(0, VOCAB - 1, size).tolist() for size in (100, 37)]
+    sampling = SamplingParams(max_tokens=170, seed=3, temperature=1.0, ignore_eos=True, logprobs=0)
+    found: list[list[list[tuple[int, float | None]]]] = []
+    for num_before in (1000, 150):
+        for index, prompt in enumerate(prompts):
+            engine.submit(request(str(index), prompt, sampling))
+        outputs = [engine.step() for _ in range(num_before) if engine.has_work()]
+        for sequence in list(engine.scheduler.running):
+            engine.scheduler._preempt(sequence)  # pyright: ignore[reportPrivateUsage]
+        outputs += drain(engine)
+        found.append([told(outputs, str(index)) for index in range(len(prompts))])
+    assert engine.stats().num_preemptions == len(prompts)
+    assert found[0] == found[1] and [len(answer) for answer in found[0]] == [170, 170]
