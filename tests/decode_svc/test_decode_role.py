@@ -92,16 +92,37 @@ def test_nothing_is_loaded_where_the_rate_of_the_link_is_not_known():
     assert side.engine.told("load_reserved") == [] and side.granted() == ["r"]
 
 
-def test_a_handoff_that_ends_while_its_pages_are_filled_grants_nothing():
+@pytest.mark.parametrize(
+    "end",
+    [
+        MessageReceived(P, Abort(RequestId("r"), E, "cancelled", "the client left")),
+        PeerDisconnected(P, Incarnation("1"), "gone", False),
+    ],
+    ids=["aborted", "link lost, not fenced"],
+)
+def test_a_handoff_that_ends_while_its_pages_are_filled_holds_none(end):
+    """No peer was told of them, so none can write there: what the engine gives them to is safe at once."""
     side = Side()
     side.engine.loads = True
     live = side.begin("r", 20)
     side.offer("r", 20, nbytes_per_s=1e6)
-    side.hear(Abort(RequestId("r"), E, "cancelled", "the client left"))
-    assert side.engine.told("release") == [(live.key,)]
+    side.role.on_transfer(end, 2.0)
+    assert side.engine.told("release") == side.engine.told("incoming_writer_ended") == [(live.key,)]
     side.role.advance(2.0)
+    assert side.granted() == [] and side.role.is_idle() and side.role.counters()["quarantined"] == 0
     side.role.on_transfer(Drained(RequestId("r"), E), 2.0)
-    assert side.granted() == [] and side.role.is_idle()
+    assert len(side.engine.told("incoming_writer_ended")) == 1
+
+
+def test_a_handoff_whose_pages_were_filled_waits_for_its_writer():
+    side = Side()
+    side.engine.loads = True
+    live = side.begin("r", 20)
+    side.offer("r", 20, nbytes_per_s=1e6)
+    side.engine.loaded.append((live.key, 12))
+    side.role.advance(2.0)
+    side.role.on_transfer(PeerDisconnected(P, Incarnation("1"), "gone", False), 2.0)
+    assert side.engine.told("incoming_writer_ended") == [] and side.role.counters()["quarantined"] == 1
 
 
 def test_a_first_step_is_prepared_when_prefill_has_the_grant():

@@ -321,12 +321,17 @@ class IncomingHandoffs:
             log.info("attempt %s: the KV of %d tokens had arrived, and is kept", handoff.id, num_saved)
 
     def _release(self, handoff: IncomingHandoff) -> None:
-        """Drop the request's hold now; the writer's goes when the node proves that it has ended."""
+        """Drop the request's hold now; the writer's goes when the node proves that it has ended.
+
+        Before a grant there is no writer but a load from tiers here, which ends with the request.
+        """
         self._queue.pop(handoff.id, None)
-        self._loading.pop(handoff.attempt.key, None)
-        if handoff.reservation is not None:
+        is_loading = self._loading.pop(handoff.attempt.key, None) is not None
+        if handoff.reservation is not None and not is_loading:
             self._draining[handoff.id] = handoff
         self._engine.release(handoff.attempt.key)  # before a grant, too: the engine keeps room for requests that wait
+        if is_loading:
+            self._engine.incoming_writer_ended(handoff.attempt.key)
 
 
 def _priority(item: tuple[AttemptId, IncomingHandoff]) -> int:
