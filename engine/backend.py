@@ -29,7 +29,10 @@ class PendingTokens(Protocol):
         ...
 
     def wait(self) -> list[Token]:
-        """Until all of the batch is computed: a token for each piece that samples, in order."""
+        """Until all of the batch is computed: a token for each row that is drawn from, in order.
+
+        That is one for each piece that samples, and one behind each token of its draft. May be called again.
+        """
         ...
 
 
@@ -70,6 +73,11 @@ class Runner(Protocol):
     @property
     def max_graph_rows(self) -> int:
         """Constant once a model is loaded."""
+        ...
+
+    @property
+    def max_draft_rows(self) -> int:
+        """The most rows of a batch that are of drafts, beside one for each sequence."""
         ...
 
     @property

@@ -47,9 +47,9 @@ class TokenDraws:
         """Let a device draw from now on.
 
         What else that takes (tokens for penalties, masks of grammars) is known. The rows of those that can't have a
-        token are drawn in vain.
+        token are drawn in vain. Rows of a draft are adjusted by the tokens before them, so `collect` draws them.
         """
-        if batch.computed.pending_tokens is not None:
+        if batch.computed.pending_tokens is not None or any(batch.drafts):
             return batch
         masks = batch.known_masks()
         present = [sequence for sequence in batch.sampling if self._table.is_present(sequence)]
@@ -70,7 +70,8 @@ class TokenDraws:
         And what became of those that can't have one.
         """
         if batch.computed.pending_tokens is not None:
-            drawn = zip(batch.sampling, batch.computed.pending_tokens.wait(), strict=True)
+            tokens = batch.computed.pending_tokens.wait()
+            drawn = [(sequence, tokens[row]) for row, sequence in zip(batch.first_rows, batch.sampling, strict=True)]
             present = [(sequence, token) for sequence, token in drawn if self._table.is_present(sequence)]
             return [sequence for sequence, _ in present], [token for _, token in present], ()
         rows = zip(batch.first_rows, batch.sampling, batch.drafts, strict=True)
@@ -88,10 +89,14 @@ class TokenDraws:
     ) -> tuple[list[tuple[Sequence, Token]], tuple[EngineFailure, ...]]:
         """Draw from rows of the batch behind drafted tokens, which their sequences have by now.
 
-        Returns the tokens, and what became of those that can't have one.
+        A device that drew by itself has drawn from all rows: by the position of each, so it drew what follows if the
+        drafted tokens are right. Returns the tokens, and what became of those that can't have one.
         """
         if not wanted:
             return [], ()
+        if batch.computed.pending_tokens is not None:
+            tokens = batch.computed.pending_tokens.wait()
+            return [(each.sequence, tokens[each.row]) for each in wanted], ()
         masks = self._grammars.begin(sequences := [each.sequence for each in wanted]).result()
         unguided = tuple(
             self._unguided(s, masks.errors[s.request_id]) for s in sequences if s.request_id in masks.errors

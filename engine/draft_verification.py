@@ -54,9 +54,14 @@ class DraftVerification:
             going_on = [each for each in going_on if self._table.is_present(each[1])]
         return sampled, [self._told(sequence, draft, accepted[sequence]) for _, sequence, draft in drafted], failed
 
-    def record_step(self, num_rows: int, span_s: float) -> None:
+    def awaits(self, batch: InFlightBatch) -> bool:
+        """Return whether the next batch should wait for the tokens of this one, so that drafts follow them."""
+        going_on = [sequence for sequence in batch.sampling if not sequence.handoff]
+        return any(batch.drafts) or self._speculator.awaits(going_on)
+
+    def record_step(self, num_rows: int, span_s: float, is_ahead: bool) -> None:
         """Learn from a step of so many rows, all of answers."""
-        self._speculator.record_step(num_rows, span_s)
+        self._speculator.record_step(num_rows, span_s, is_ahead)
 
     def _accepts(self, sequence: Sequence, draft: Draft, place: int) -> bool:
         """Return whether the newest token is the one that the draft has in this place."""

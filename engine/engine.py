@@ -78,8 +78,9 @@ class Engine:
         self.pool = pool = BlockPool(cache.num_blocks, cache.layout.block_size, settings.prefix_cache, emptied)
         self._prefix_cache = prefix_cache = PrefixInserter(pool, backend.caches_decoded_kv)
         limits = SchedulerLimits(
-            settings.max_num_seqs, budget, max_mixed_tokens, self.runner.graph_rows, settings.itl_objective_s
-        )
+            settings.max_num_seqs, budget, max_mixed_tokens, self.runner.graph_rows, settings.itl_objective_s,
+            self.runner.max_draft_rows,
+        )  # fmt: skip
         drafter = None if drafting is None else drafting.drafter
         self.speculator = speculator = speculator_of(settings, max_model_len, drafter)
         draft_rows = None if speculator is None else DraftRows(pool, speculator)

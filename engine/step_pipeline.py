@@ -60,6 +60,7 @@ class StepPipeline:
         self._verification = verification
         self._pacer = LaunchPacer()
         self.in_flight: InFlightBatch | None = None
+        self._completed_s: float | None = None
         self.counters = StepCounters()
 
     def has_work(self) -> bool:
@@ -77,6 +78,7 @@ class StepPipeline:
         """Compute one batch. Empty if nothing can run."""
         was_late = self.in_flight is not None and self.in_flight.is_done
         self._intake.go_on_compiled()
+        is_ahead = self.in_flight is not None
         batch = self.in_flight or self.launch(observer)
         self.in_flight = None
         if batch is None:
@@ -85,7 +87,10 @@ class StepPipeline:
         if self._may_run_ahead(batch):
             self._expect(batch)
             self.in_flight = self.launch(observer)
-        return self._complete(batch, was_late)
+        output = self._complete(batch, was_late, is_ahead)
+        if not self.has_work():
+            self._completed_s = None
+        return output
 
     def launch(self, observer: StepObserver) -> InFlightBatch | None:
         """Schedule a batch and hand it to the device; None if nothing can run."""
@@ -133,6 +138,8 @@ class StepPipeline:
         """
         if batch.computed.pending_tokens is None or self._pool.num_available < len(self._scheduler.running):
             return False
+        if self._verification is not None and self._verification.awaits(batch):
+            return False
         return not (any(chunk.is_decode for chunk in batch.chunks) and self._may_be_long())
 
     def _may_be_long(self) -> bool:
@@ -156,8 +163,11 @@ class StepPipeline:
                     self._scheduler.remove(sequence)
                     sequence.status = Status.ENDING
 
-    def _complete(self, batch: InFlightBatch, was_late: bool) -> StepOutput:
-        """Wait for what the device computed, and return it. `was_late`: see LaunchPacer.record_completion."""
+    def _complete(self, batch: InFlightBatch, was_late: bool, is_ahead: bool) -> StepOutput:
+        """Wait for what the device computed, and return it. `was_late`: see LaunchPacer.record_completion.
+
+        `is_ahead`: it was launched while the batch before it was computed.
+        """
         sampling, tokens, lost = self._draws.collect(batch)
         for sequence, token in zip(sampling, tokens, strict=True):
             if sequence.num_pending:
@@ -167,7 +177,9 @@ class StepPipeline:
         if self.in_flight is not None and self.in_flight.masks is None:  # first of all: the next draw waits for them
             self.in_flight = self._draws.begin_masks(self.in_flight)
         further, verified, failed = self._verify(batch)
-        span_s = self._pacer.record_completion(batch.kind, batch.began_s, self._clock(), was_late)
+        now_s = self._clock()
+        span_s = self._pacer.record_completion(batch.kind, batch.began_s, now_s, was_late)
+        self._record_drafts(batch, is_ahead, span_s, now_s)
         self._blocks.on_completed()
         num_prefill, num_decode = self._count(batch.chunks, span_s, sum(each.num_accepted for each in verified))
         return StepOutput(
@@ -188,6 +200,18 @@ class StepPipeline:
         if self._verification is None or not any(batch.drafts):
             return [], [], []
         return self._verification.verify(batch)
+
+    def _record_drafts(self, batch: InFlightBatch, is_ahead: bool, span_s: float, now_s: float) -> None:
+        """Learn how long a step of answers alone takes, with drafts or without.
+
+        A device that waited for its launch waited since the step before, unless there was nothing to do.
+        """
+        completed_s, self._completed_s = self._completed_s, now_s
+        if self._verification is None or not all(chunk.is_decode for chunk in batch.chunks):
+            return
+        if batch.computed.pending_tokens is not None and not is_ahead and completed_s is not None:
+            span_s = now_s - completed_s
+        self._verification.record_step(sum(chunk.num_rows for chunk in batch.chunks), span_s, is_ahead)
 
     def _settle(self, sequence: Sequence) -> list[Ended]:
         """End the answer after a token, or hold it for its handoff, or leave it running."""
@@ -210,7 +234,5 @@ class StepPipeline:
         num_prefill = sum(chunk.num_tokens for chunk in chunks) - num_answers
         num_attended = float(sum(c.num_tokens * c.first_token for c in chunks if not c.is_decode))
         self._scheduler.mixed_budget.record(num_prefill, num_rows, span_s, num_attended)
-        if self._verification is not None and num_prefill == 0:
-            self._verification.record_step(num_rows, span_s)
         self.counters.add(num_prefill, num_answers + num_accepted)
         return num_prefill, num_answers + num_accepted

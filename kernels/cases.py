@@ -273,10 +273,17 @@ def attn_case(spec: AttnSpec, lengths: list[int], workspace_mb: int = 64, tolera
     return KernelCase("attn_decode", spec, make, tolerance, 2 * seen * spec.kv_heads * spec.head_dim * itemsize)
 
 
-def fused_attn_case(spec: FusedAttnSpec, lengths: list[int], workspace_mb: int = 64) -> KernelCase:
+def fused_attn_case(
+    spec: FusedAttnSpec, lengths: list[int], workspace_mb: int = 64, behind: list[int] | None = None
+) -> KernelCase:
+    """`behind`: how many of the rows before a row are of its sequence, whose pages it then has."""
+
     def make(device: str) -> KernelCall:
         batch, width = len(lengths), (spec.q_heads + 2 * spec.kv_heads) * spec.head_dim
         k, v, table, lens = paged(lengths, spec.kv_heads, spec.page, spec.head_dim, E4M3, device)
+        for row in reversed(range(1, len(behind or ()))):  # the last row of a sequence has pages for all
+            if behind and behind[row]:
+                table[row - 1] = table[row]
         qkv = torch.randn(spec.parts, batch, width, device=device).to(FP32 if spec.parts > 1 else BF16)
         out = torch.empty(
             batch, spec.q_heads * spec.head_dim, device=device, dtype=BF16 if spec.quant == "none" else E4M3
@@ -289,6 +296,8 @@ def fused_attn_case(spec: FusedAttnSpec, lengths: list[int], workspace_mb: int =
                 token_scale=torch.rand(batch, device=device) + 0.5, channel_scale=torch.rand(width, device=device) + 0.5
             )
         kwargs |= _bias_and_gains(spec, width, device)
+        if behind:
+            kwargs |= dict(behind=torch.tensor(behind, dtype=I32, device=device))
         outputs = _rounded(spec.quant, out, scale)
         table_cs = rotary_table(max(lengths), spec.head_dim, device)
         return KernelCall((qkv, k, v, table, lens, table_cs, out, scale, workspace), kwargs, outputs, {"k": k, "v": v})

@@ -73,7 +73,8 @@ class AttnSpec(KernelSpec):
 class FusedAttnSpec(KernelSpec):
     """Decode attention straight from the qkv product: rope, append, attention, quantization in one launch.
 
-    `biased`, `normed`: as of RopeSpec.
+    A call with `behind` `[rows]` int32 has rows of drafts: so many rows before this one are of the tokens before its
+    own, whose K and V are new as well. `biased`, `normed`: as of RopeSpec.
     """
 
     q_heads: int

@@ -94,6 +94,18 @@ def decode_cases() -> list[KernelCase]:
         fused_attn_case(FusedAttnSpec(32, 8, 128, parts=2, normed=True), lengths),
         fused_attn_case(FusedAttnSpec(28, 4, 128, deferred=True, biased=True), lengths * 9),
         fused_attn_case(FusedAttnSpec(32, 8, 128), [9000, 1, 4097, 8192]),
+        fused_attn_case(FusedAttnSpec(32, 8, 128, parts=2), [1087, 1088, 1089, 1090], behind=[0, 1, 2, 3]),
+        fused_attn_case(
+            FusedAttnSpec(32, 8, 128),
+            [63, 64, 65, 66, 67, 9000, 8190, 8191, 8192, 8193, 8194],
+            behind=[0, 1, 2, 3, 4, 0, 0, 1, 2, 3, 4],
+        ),
+        fused_attn_case(
+            FusedAttnSpec(32, 8, 128, deferred=True),
+            [n for _ in range(32) for n in range(1023, 1027)],
+            64,
+            behind=[0, 1, 2, 3] * 32,
+        ),
     ]
 
 

@@ -90,8 +90,8 @@ class WorkerSettings(BaseSettings):
     )
     speculate: str = Field(
         "off",
-        description="guess tokens of answers and verify several in one step, on a CPU: auto, off, ngram (from the "
-        "request's text), suffix (from earlier answers too; auto takes it), eagle3 (the model's own head) "
+        description="guess tokens of answers and verify several in one step: auto, off, ngram (from the request's "
+        "text), suffix (from earlier answers too; auto takes it on a CPU), and on a CPU eagle3 (the model's own head) "
         "or the folder of a head, with a /",
     )
     draft_tokens: int = Field(3, ge=1, le=16, description="most tokens that are guessed of an answer at a time")

@@ -1,5 +1,6 @@
 """The runner of a batch on the CPU: inputs in, logits out."""
 
+import sys
 from collections.abc import Sequence as SequenceOf
 
 import torch
@@ -18,6 +19,7 @@ class CpuRunner:
     """The decoder over its cache. `reader`: what takes in the rows of aux layers, if anything does."""
 
     early_planes = max_graph_rows = 0
+    max_draft_rows = sys.maxsize
     graph_rows: tuple[int, ...] = ()
 
     def __init__(self, model: Decoder, cache: KVCache, reader: AuxReader | None = None) -> None:

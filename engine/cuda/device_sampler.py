@@ -14,7 +14,7 @@ from torch import Tensor
 from contracts.events import Token
 from contracts.sampling import SamplingParams
 from engine.cuda.inputs.decode_state import DecodeState, pack
-from engine.cuda.inputs.sampling_columns import columns, is_greedy
+from engine.cuda.inputs.sampling_columns import DrawnRow, columns, is_greedy
 from engine.cuda.runtime.process_group import SINGLE_PROCESS, ProcessGroup
 from engine.cuda.runtime.upload import upload, upload_all
 from engine.sampling.host_sampler import Sampler, with_asked_logprobs
@@ -104,12 +104,13 @@ def _asked_ids(sequences: SequenceOf[Sequence]) -> np.ndarray:
 
 
 class DevicePendingTokens:
-    """Tokens on their way to the host."""
+    """Tokens on their way to the host, one for each row that draws."""
 
-    def __init__(self, sequences: SequenceOf[Sequence], tokens: Tensor, likeliest: TopLogprobs | None) -> None:
-        self._indices = [sequence.num_generated for sequence in sequences]
-        self._sampling = [sequence.sampling for sequence in sequences]
+    def __init__(self, rows: SequenceOf[DrawnRow], tokens: Tensor, likeliest: TopLogprobs | None) -> None:
+        self._indices = [row.sequence.num_generated + row.place for row in rows]
+        self._sampling = [row.sequence.sampling for row in rows]
         self._tokens, self._likeliest = to_host(tokens), likeliest
+        self._told: list[Token] = []
         self._done = torch.cuda.Event() if tokens.is_cuda else None
         if self._done is not None:
             self._done.record()
@@ -119,6 +120,11 @@ class DevicePendingTokens:
         return self._done is None or self._done.query()
 
     def wait(self) -> list[Token]:
+        if not self._told:
+            self._told = self._wait()
+        return self._told
+
+    def _wait(self) -> list[Token]:
         if self._done is not None:
             self._done.synchronize()
         tokens = [Token(index, token) for index, token in zip(self._indices, self._tokens.tolist(), strict=True)]
@@ -162,9 +168,10 @@ class DeviceSampler(Sampler):
         adjusted = self.adjusted(sequences, logits_BV, masks)
         count = len(sequences)
         state = DecodeState(count, 1, 1, logits_BV.device)
-        state.put(pack(None, columns(sequences), state.max_rows))
+        rows = [DrawnRow(sequence) for sequence in sequences]
+        state.put(pack(None, columns(rows), state.max_rows))
         tokens = self._kernel.alone(state, adjusted, is_greedy(sequences))
-        return DevicePendingTokens(sequences, tokens, TopLogprobs.of(sequences, logits_BV, tokens)).wait()
+        return DevicePendingTokens(rows, tokens, TopLogprobs.of(sequences, logits_BV, tokens)).wait()
 
     def put(self, arrays: SequenceOf[np.ndarray]) -> SequenceOf[Tensor]:
         return upload_all(arrays, self._kernel.device)

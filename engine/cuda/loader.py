@@ -50,6 +50,7 @@ from engine.model_loader.checkpoint_weights import WeightSource, open_weights
 from engine.model_loader.tensor_parallel_shards import Shard, ShardedWeights, kv_shard, shard_config
 from engine.sampling.prompt_logprobs import ROWS
 from engine.settings import EngineSettings
+from engine.speculative.choice import max_draft_rows
 from kernels import caps, catalog
 from kernels.registry import Registry
 from kernels.timing import eager_us
@@ -104,10 +105,7 @@ def load_device_backend(
 
 
 class DeviceBackendBuilder:
-    """One process's part of a backend.
-
-    All of a team do the same, up to what its first member keeps for itself.
-    """
+    """One process's part of a backend. All of a team do the same, but for what the first one keeps."""
 
     def __init__(
         self,
@@ -128,11 +126,13 @@ class DeviceBackendBuilder:
         self._format: DeviceFormat = DEVICE_FORMATS[self._settings.dtype]
         self._block_size = max(settings.block_size, _MIN_BLOCK_SIZE)
         require_budgets(settings, self._block_size)
-        self._max_rows = max(settings.max_batched_tokens, settings.max_num_seqs)
+        self._max_draft_rows = max_draft_rows(settings)
+        self._max_rows = max(settings.max_batched_tokens, settings.max_num_seqs + self._max_draft_rows)
 
     def build(self, progress: Progress, followers: TensorParallelGroup | None = None) -> Backend:
         launcher, max_model_len = self.prepare(progress)
-        runner = DeviceRunner(launcher, self._sampler, followers.broadcast if followers else nullcontext)
+        tell = followers.broadcast if followers else nullcontext
+        runner = DeviceRunner(launcher, self._sampler, tell, self._max_draft_rows)
 
         def close() -> None:
             launcher.release()
@@ -233,15 +233,14 @@ class DeviceBackendBuilder:
             and self._weights.kv_scales is None
             and self._group is SINGLE_PROCESS
         )
+        max_rows = settings.max_num_seqs + self._max_draft_rows
         self._attention = DeviceAttention(
             config, self._registry, self._format.kv, self._block_size, settings.max_num_seqs * (longest + 128),
-            settings.max_num_seqs, device,
+            max_rows, device,
         )  # fmt: skip
         self._model = self._transformer(self._weights)
-        self._state = DecodeState(settings.max_num_seqs, layout.num_blocks(longest), config.vocab_size, device)
-        self._sampling_kernel = SamplingKernel(
-            self._registry, config.vocab_size, settings.max_num_seqs, device, self._group
-        )
+        self._state = DecodeState(max_rows, layout.num_blocks(longest), config.vocab_size, device)
+        self._sampling_kernel = SamplingKernel(self._registry, config.vocab_size, max_rows, device, self._group)
         self._sampler = DeviceSampler(self._checkpoint.eos_token_ids, self._sampling_kernel)
         self._longest_prompt = min(self._max_rows, longest)
         if self._captures:
@@ -330,7 +329,9 @@ class DeviceBackendBuilder:
     ) -> Launcher:
         config, state = self._config, self._state
         if scales is not None and is_fusible(config, self._format, weights):
-            make = FusedDecode(config, weights, self._registry, cache, state, scales.activations, self._group).step
+            make = FusedDecode(
+                config, weights, self._registry, cache, state, scales.activations, self._group, self._max_draft_rows > 0
+            ).step
         else:
             make = self._plain(model, cache)
         steps = DecodeGraphs(make, self._sampling_kernel, state, max_model_len)
@@ -394,4 +395,4 @@ class DeviceBackendBuilder:
         """
         row_nbytes = LOGIT_NBYTES * self._config.vocab_size
         scored_nbytes = ROWS * row_nbytes + self._model.finish_nbytes(self._max_rows)
-        return max(self._settings.max_num_seqs * row_nbytes, scored_nbytes)
+        return max(self._state.max_rows * row_nbytes, scored_nbytes)

@@ -21,13 +21,13 @@ from engine.cuda.inputs.batch_inputs import (
     DeviceBatch,
     SampleBatch,
     StepKey,
-    block_tables,
     decode_rows,
+    decode_tables,
     num_decodes,
     prompt_rows,
 )
 from engine.cuda.inputs.decode_state import give, pack
-from engine.cuda.inputs.sampling_columns import columns, is_greedy
+from engine.cuda.inputs.sampling_columns import DrawnRow, columns, is_greedy
 from engine.cuda.launcher import Launcher, unscored
 from engine.sampling.prompt_logprobs import ROWS, score, spans
 from engine.sampling.token_masks import TokenMasks
@@ -63,15 +63,17 @@ class DeviceRunner:
     still being drawn.
     """
 
-    def __init__(self, launcher: Launcher, sampler: DeviceSampler, tell: Tell = nullcontext) -> None:
+    def __init__(
+        self, launcher: Launcher, sampler: DeviceSampler, tell: Tell = nullcontext, max_draft_rows: int = 0
+    ) -> None:
         layout, group = launcher.cache.layout, launcher.cache.layout.only_group
-        self.launcher, self._sampler, self._tell = launcher, sampler, tell
+        self.launcher, self._sampler, self._tell, self._max_draft_rows = launcher, sampler, tell, max_draft_rows
         self._block_size, self._spare = layout.block_size, launcher.cache.num_blocks
         self.early_planes = launcher.model.early_layers * len(group.planes)
-        self._told_of: list[Sequence] = []
+        self._told_of: list[DrawnRow] = []
         self._pending_tokens: dict[RequestId, int] = {}
         self._last: DevicePendingTokens | None = None
-        self._tables: tuple[int, list[tuple[array[int], int]]] = (0, [])
+        self._tables: tuple[int, list[tuple[array[int], int, int]]] = (0, [])
         self._prepared: Prepared | None = None
 
     @property
@@ -79,15 +81,19 @@ class DeviceRunner:
         return self.launcher.chunks.most_rows
 
     @property
+    def max_draft_rows(self) -> int:
+        return self._max_draft_rows
+
+    @property
     def graph_rows(self) -> tuple[int, ...]:
         return tuple(self.launcher.chunks.sizes[::-1])
 
     def forward(self, pieces: SequenceOf[ScheduledChunk], written: Written = ignore_progress) -> Computed:
-        sampling = [piece.sequence for piece in pieces if piece.samples]
-        return self._run(pieces, sampling, not any(self._sampler.adjusts(sequence) for sequence in sampling), written)
+        adjusts = any(self._sampler.adjusts(piece.sequence) for piece in pieces if piece.samples)
+        return self._run(pieces, not adjusts, written)
 
     def forward_without_sampling(self, pieces: SequenceOf[ScheduledChunk]) -> Computed:
-        return self._run(pieces, [piece.sequence for piece in pieces if piece.samples], False, ignore_progress)
+        return self._run(pieces, False, ignore_progress)
 
     @torch.inference_mode()
     def forward_whole(self, prompts: SequenceOf[ScheduledChunk]) -> None:
@@ -101,12 +107,12 @@ class DeviceRunner:
     @torch.inference_mode()
     def sample(self, sequences: SequenceOf[Sequence], logits: torch.Tensor, masks: TokenMasks) -> DevicePendingTokens:
         adjusted = self._sampler.adjusted(sequences, logits, masks)
-        is_known = list(sequences) == self._told_of
-        words = None if is_known else pack(None, columns(sequences), self.launcher.state.max_rows)
+        rows = [DrawnRow(sequence) for sequence in sequences]
+        words = None if rows == self._told_of else pack(None, columns(rows), self.launcher.state.max_rows)
         draw = SampleBatch(words, len(sequences), is_greedy(sequences))
         with self._tell(draw):
             self.launcher.sample(draw, adjusted)
-        return self._on_their_way(sequences, logits)
+        return self._on_their_way(rows, logits)
 
     def wait(self) -> None:
         if self.launcher.state.device.type == "cuda":
@@ -119,7 +125,7 @@ class DeviceRunner:
         still read the words when the step's token is written there; the step's own copy follows it.
         """
         sequence = piece.sequence
-        batch = self._batch([piece], (), [sequence], (), draws=True)
+        batch = self._batch([piece], (), [DrawnRow(sequence)], (), draws=True)
         told = replace(batch, num_decodes=0, key=None)
         with self._told(told):
             self.launcher.launch(told, partial(score, ()))
@@ -127,28 +133,32 @@ class DeviceRunner:
         self._prepared = Prepared(sequence, sequence.blocks, piece.end, words)
 
     @torch.inference_mode()
-    def _run(
-        self, pieces: SequenceOf[ScheduledChunk], sampling: SequenceOf[Sequence], draws: bool, written: Written
-    ) -> Computed:
+    def _run(self, pieces: SequenceOf[ScheduledChunk], draws: bool, written: Written) -> Computed:
+        sampling = [
+            DrawnRow(piece.sequence, place)
+            for piece in pieces
+            if piece.samples
+            for place in range(1 + len(piece.draft))
+        ]
         count = num_decodes(pieces)
         found = spans(pieces[count:])
         batch = self._batch(pieces[:count], pieces[count:], sampling, [span.rows.numpy() for span in found], draws)
         with self._told(batch):
             scoring = partial(score, found, put=self._sampler.put, fetch=to_host)
             launched = self.launcher.launch(batch, scoring, written)
-            self._told_of = list(sampling)
+            self._told_of = sampling
             if not draws:
                 return Computed(launched.logits.clone(), launched.scored)
             drawn = self._on_their_way(sampling, launched.logits)
         return Computed(launched.logits, launched.scored, drawn)
 
-    def _on_their_way(self, sampling: SequenceOf[Sequence], logits: torch.Tensor) -> DevicePendingTokens:
+    def _on_their_way(self, rows: SequenceOf[DrawnRow], logits: torch.Tensor) -> DevicePendingTokens:
         """The tokens that are drawn for these, and what they ask for of their logits."""
-        tokens = self.launcher.state.sampled[: len(sampling)]
-        asks = any(sequence.sampling.logprobs is not None for sequence in sampling)
-        likeliest = TopLogprobs.of(sampling, logits, tokens) if asks else None
-        self._last = DevicePendingTokens(sampling, tokens, likeliest)
-        self._pending_tokens = {sequence.request_id: row for row, sequence in enumerate(sampling)}
+        tokens, sequences = self.launcher.state.sampled[: len(rows)], [row.sequence for row in rows]
+        asks = any(sequence.sampling.logprobs is not None for sequence in sequences)
+        likeliest = TopLogprobs.of(sequences, logits, tokens) if asks else None
+        self._last = DevicePendingTokens(rows, tokens, likeliest)
+        self._pending_tokens = {each.sequence.request_id: row for row, each in enumerate(rows) if not each.place}
         return self._last
 
     @contextmanager
@@ -168,15 +178,16 @@ class DeviceRunner:
         self,
         decodes: SequenceOf[ScheduledChunk],
         prompts: SequenceOf[ScheduledChunk],
-        sampling: SequenceOf[Sequence],
+        sampling: SequenceOf[DrawnRow],
         scored: SequenceOf[np.ndarray],
         draws: bool,
     ) -> DeviceBatch:
-        greedy = is_greedy(sampling)
-        key = self.launcher.steps.key(len(decodes), max(piece.end for piece in decodes), greedy) if decodes else None
+        greedy, num_rows = is_greedy([row.sequence for row in sampling]), sum(piece.num_rows for piece in decodes)
+        longest = max((piece.end + len(piece.draft) for piece in decodes), default=0)
+        key = self.launcher.steps.key(num_rows, longest, greedy) if decodes else None
         return DeviceBatch(
             words=self._words(decodes, sampling, key),
-            num_decodes=len(decodes),
+            num_decodes=num_rows,
             key=key,
             tables=self._changed_tables(decodes, key),
             prompts=prompt_rows(prompts, self._block_size) if prompts else None,
@@ -186,10 +197,10 @@ class DeviceRunner:
         )
 
     def _words(
-        self, decodes: SequenceOf[ScheduledChunk], sampling: SequenceOf[Sequence], key: StepKey | None
+        self, decodes: SequenceOf[ScheduledChunk], sampling: SequenceOf[DrawnRow], key: StepKey | None
     ) -> np.ndarray:
         if self._prepared is not None and len(sampling) == 1 and self._prepared.is_of(decodes):
-            give(self._prepared.words, sampling[0].tokens[-1])
+            give(self._prepared.words, sampling[0].sequence.tokens[-1])
             return self._prepared.words
         return pack(self._decode_rows(decodes, key), columns(sampling), self.launcher.state.max_rows)
 
@@ -204,8 +215,8 @@ class DeviceRunner:
         if key is None:
             return None
         # A sequence's blocks grow in place. Others are another array, be it that the request id is the same.
-        held = [(piece.sequence.blocks, len(piece.sequence.blocks)) for piece in decodes]
+        held = [(piece.sequence.blocks, len(piece.sequence.blocks), piece.num_rows) for piece in decodes]
         if (key.num_rows, held) == self._tables:
             return None
         self._tables = key.num_rows, held
-        return block_tables(decodes, key.num_rows, max(num_blocks for _, num_blocks in held), self._spare)
+        return decode_tables(decodes, key.num_rows, max(num_blocks for _, num_blocks, _ in held), self._spare)

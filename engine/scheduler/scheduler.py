@@ -7,6 +7,7 @@ Decodes come first and prefill chunks fill what is left of the budget, so a long
 """
 
 import logging
+import sys
 from array import array
 from bisect import insort
 from collections.abc import Callable
@@ -33,7 +34,8 @@ class SchedulerLimits:
     `max_batched_tokens`: budget of one step, a block at least. Decodes always run; prompts have what is left, and wait
     for an answer's end where nothing is. Beside answers it is `max_mixed_tokens`, a block at least, since prompts
     lengthen their gaps; theirs are among these, but a quarter is the prompts' whatever the number of answers.
-    `itl_objective_s`, unless 0.0, makes that the most: see MixedBudget, as for `graph_rows`.
+    `itl_objective_s`, unless 0.0, makes that the most: see MixedBudget, as for `graph_rows`. `max_draft_rows`: of one
+    step.
     """
 
     max_num_seqs: int
@@ -41,6 +43,7 @@ class SchedulerLimits:
     max_mixed_tokens: int
     graph_rows: tuple[int, ...] = ()
     itl_objective_s: float = 0.0
+    max_draft_rows: int = sys.maxsize
 
 
 @dataclass(frozen=True)
@@ -178,7 +181,8 @@ class Scheduler:
         has_answers = len(pieces) + num_reserved > 0
         waiting = self._waiting_prompts() if has_answers and self.mixed_budget.has_objective else (0, 0)
         if self.drafts is not None and pieces:
-            pieces = self.drafts.add(pieces, len(self.running), self._limits.max_batched_tokens - len(pieces))
+            num_left = min(self._limits.max_batched_tokens - len(pieces), self._limits.max_draft_rows)
+            pieces = self.drafts.add(pieces, len(self.running), num_left)
         num_rows = sum(piece.num_rows for piece in pieces)
         beside_answers = self.mixed_budget.prompt_tokens(num_rows, *waiting)
         budget = _Budget(self._limits.max_batched_tokens - num_rows, beside_answers, has_answers)

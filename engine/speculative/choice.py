@@ -11,6 +11,8 @@ OFF, AUTO = "off", "auto"
 PROPOSERS: dict[str, type[Proposer]] = {"ngram": NgramProposer, "suffix": SuffixProposer}
 """The drafters without weights, by the name that `speculate` has for each."""
 AUTO_PROPOSER = "suffix"
+MAX_DRAFT_ROWS = 192
+"""What a step on a GPU may compute of drafts: three tokens each of 64 answers, beyond which few rows pay."""
 EAGLE3 = "eagle3"
 """The name of the head that comes with the package for the model; any other head is named by its folder, with a /."""
 
@@ -30,6 +32,16 @@ def speculator_of(settings: EngineSettings, max_model_len: int, drafter: Propose
     return Speculator(proposer, settings.draft_tokens, max_model_len, settings.adapts_drafts)
 
 
+def max_draft_rows(settings: EngineSettings) -> int:
+    """Return how many rows of a step on a GPU may be of drafts, for which it captures its graphs.
+
+    Raises ConfigError for a drafter that it does not have.
+    """
+    if proposer_name(settings.speculate, settings.device) is None:
+        return 0
+    return min(settings.max_num_seqs * settings.draft_tokens, MAX_DRAFT_ROWS)
+
+
 def is_head(speculate: str) -> bool:
     """Return whether this names a head, which has weights."""
     return speculate == EAGLE3 or "/" in speculate
@@ -43,6 +55,6 @@ def proposer_name(speculate: str, device: str) -> str | None:
     if speculate != AUTO and speculate not in PROPOSERS and not is_head(speculate):
         known = ", ".join((AUTO, OFF, *PROPOSERS, EAGLE3))
         raise ConfigError(f"speculate is '{speculate}'; it may be {known}, or the folder of a head, with a /")
-    if not is_cpu:
-        raise ConfigError(f"speculate is '{speculate}' on {device}; drafts are verified on the CPU only: set it to off")
+    if not is_cpu and is_head(speculate):
+        raise ConfigError(f"speculate is '{speculate}' on {device}; heads draft on the CPU only: take suffix")
     return AUTO_PROPOSER if speculate == AUTO else speculate

@@ -1,11 +1,12 @@
 """Speculative decoding as the scheduler and the step pipeline see it."""
 
+import math
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 from engine.sequence import Sequence
 from engine.speculative.acceptance_rates import AcceptanceRates
-from engine.speculative.draft_lengths import choose_lengths
+from engine.speculative.draft_lengths import MIN_GAIN, choose_lengths
 from engine.speculative.proposer import NO_DRAFT, Draft, Proposer
 from engine.speculative.row_times import RowTimes
 
@@ -14,6 +15,10 @@ PROBE_PERIOD = 64
 
 What is never tried would never seem to pay again.
 """
+
+
+MAX_AWAITED = 64
+"""With more answers no step waits for drafts: to look for them takes the host some 20 us for each."""
 
 
 @dataclass
@@ -45,8 +50,8 @@ class Speculator:
     def __init__(self, proposer: Proposer, max_draft_tokens: int, max_model_len: int, is_adaptive: bool = True) -> None:
         self._proposer, self._max_draft_tokens = proposer, max_draft_tokens
         self._max_model_len, self._is_adaptive = max_model_len, is_adaptive
-        self._rates, self._times = AcceptanceRates(), RowTimes()
-        self._num_unpaid = self._num_costly = 0
+        self._rates, self._times, self._times_ahead = AcceptanceRates(), RowTimes(), RowTimes()
+        self._num_unpaid = self._num_costly = self._num_unawaited = 0
         self.counters = DraftCounters(accepted_by_place=[0] * max_draft_tokens)
 
     def propose(self, sequences: SequenceOf[Sequence], max_rows: int) -> list[Draft]:
@@ -72,9 +77,46 @@ class Speculator:
         self.counters.add(len(draft), num_accepted)
         self._rates.record(sequence, draft, num_accepted)
 
-    def record_step(self, num_rows: int, span_s: float) -> None:
-        """Learn from a step of so many rows, all of answers. Its seconds have those of its drafts in them."""
-        self._times.record(num_rows, span_s)
+    def record_step(self, num_rows: int, span_s: float, is_ahead: bool = False) -> None:
+        """Learn from a step of so many rows, all of answers. Its seconds have those of its drafts in them.
+
+        `is_ahead`: it was launched while the one before it was computed, so without drafts.
+        """
+        (self._times_ahead if is_ahead else self._times).record(num_rows, span_s)
+
+    def awaits(self, sequences: SequenceOf[Sequence]) -> bool:
+        """Return whether the next step should wait for the tokens of this one, so that drafts follow them.
+
+        `sequences`: those that have a token drawn in this step, which is not known. A draft made now foretells it with
+        its first token. What waits leaves the device idle until it is launched, so the tokens that the rest of such
+        drafts promise must be worth that. Where it is not, it is tried now and then.
+        """
+        if not self._is_adaptive or not self._proposer.is_free:
+            return any(self._limit(sequence) > 0 for sequence in sequences)
+        if len(sequences) > MAX_AWAITED:
+            return False
+        asked = [sequence for sequence in sequences if self._limit(sequence) > 1]
+        guesses = self._proposer.propose(asked, [1 + self._limit(sequence) for sequence in asked])
+        chances = [self._rates.chances(each, guess)[1:] for each, guess in zip(asked, guesses, strict=True)]
+        if not any(chances):
+            return False
+        if self._gain_of_waiting(len(sequences), chances) > MIN_GAIN:
+            return True
+        self._num_unawaited += 1
+        return self._num_unawaited % PROBE_PERIOD == 0
+
+    def _gain_of_waiting(self, num_rows: int, chances: SequenceOf[SequenceOf[float]]) -> float:
+        """Return how many times the tokens a second of a step launched ahead one with such drafts promises.
+
+        Infinity as long as nothing is known of the seconds of both.
+        """
+        ahead_s = self._times_ahead.step_s(num_rows)
+        if not ahead_s or not self._times.is_known:
+            return math.inf
+        lengths = choose_lengths(chances, num_rows, sum(map(len, chances)), self._times.step_s)
+        num_right = sum(sum(each[:length]) for each, length in zip(chances, lengths, strict=True))
+        waited_s = self._times.step_s(num_rows + sum(lengths))
+        return (num_rows + num_right) / waited_s * ahead_s / num_rows
 
     def ended(self, sequence: Sequence) -> None:
         """Take note that nothing follows the sequence."""
@@ -83,9 +125,10 @@ class Speculator:
     def _limit(self, sequence: Sequence) -> int:
         """Return how many tokens may be drafted.
 
-        One that the answer has no room for would be computed in vain.
+        One that the answer has no room for would be computed in vain. Behind a token that is still being drawn there is
+        nothing to go on from.
         """
-        if not sequence.sampling.speculate:
+        if not sequence.sampling.speculate or sequence.num_pending:
             return 0
         left = min(sequence.sampling.max_tokens - sequence.num_generated, self._max_model_len - len(sequence.tokens))
         return max(0, min(self._max_draft_tokens, left - 1))

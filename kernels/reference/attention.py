@@ -58,7 +58,7 @@ def attn_decode_fused(
     cos_sin: Tensor, out: Tensor, out_scale: Tensor, workspace: Tensor,
     *, sm_scale: float, k_scale: float = 1.0, v_scale: float = 1.0, token_scale: Tensor | None = None,
     channel_scale: Tensor | None = None, bias: Tensor | None = None, q_gain: Tensor | None = None,
-    k_gain: Tensor | None = None, eps: float = 0.0, max_len: int = 0,
+    k_gain: Tensor | None = None, eps: float = 0.0, behind: Tensor | None = None, max_len: int = 0,
 ) -> None:  # fmt: skip
     batch, heads, dim = seq_lens.shape[0], spec.q_heads, spec.head_dim
     position = seq_lens.long() - 1

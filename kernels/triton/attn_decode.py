@@ -285,18 +285,62 @@ def load_parts(ptr, offset, mask, num_tokens, stride, PARTS: tl.constexpr):
     return total
 
 
+@triton.jit
+def append_token(
+    qkv_ptr, token, pos, cos, sin, factor, k_ptr, v_ptr, table, channel_scale_ptr, bias_ptr, k_gain_ptr, eps, k_inv,
+    v_scale, stride_page, num_tokens, head,
+    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, PARTS: tl.constexpr,
+    DEFERRED: tl.constexpr, BIASED: tl.constexpr, NORMED: tl.constexpr,
+):  # fmt: skip
+    """Write K and V of one head of a token, a row of the qkv product, to its place `pos` of a sequence.
+
+    Whoever does it for the same token writes the same bits.
+    """
+    W: tl.constexpr = (HQ + 2 * HKV) * D
+    H: tl.constexpr = D // 2
+    d = tl.arange(0, D)
+    h = tl.arange(0, H)
+    at = (HQ + head) * D
+    k1 = load_parts(qkv_ptr, token * W + at + h, h >= 0, num_tokens, W, PARTS)
+    k2 = load_parts(qkv_ptr, token * W + at + H + h, h >= 0, num_tokens, W, PARTS)
+    v_new = load_parts(qkv_ptr, token * W + at + HKV * D + d, d >= 0, num_tokens, W, PARTS)
+    if DEFERRED:
+        k1 = k1 * factor * tl.load(channel_scale_ptr + at + h)
+        k2 = k2 * factor * tl.load(channel_scale_ptr + at + H + h)
+        v_new = v_new * factor * tl.load(channel_scale_ptr + at + HKV * D + d)
+    if BIASED:
+        k1 += tl.load(bias_ptr + at + h).to(tl.float32)
+        k2 += tl.load(bias_ptr + at + H + h).to(tl.float32)
+        v_new += tl.load(bias_ptr + at + HKV * D + d).to(tl.float32)
+    if NORMED:
+        r = tl.rsqrt(tl.sum(k1 * k1 + k2 * k2, 0) / D + eps)
+        k1 *= r * tl.load(k_gain_ptr + h).to(tl.float32)
+        k2 *= r * tl.load(k_gain_ptr + H + h).to(tl.float32)
+    page = tl.load(table + pos // PAGE).to(tl.int64)
+    slot = page * stride_page + (head * PAGE + pos % PAGE) * D
+    tl.store(k_ptr + slot + h, to_e4m3((k1 * cos - k2 * sin) * k_inv))
+    tl.store(k_ptr + slot + H + h, to_e4m3((k2 * cos + k1 * sin) * k_inv))
+    tl.store(v_ptr + slot + d, to_e4m3(v_new / v_scale))
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def attn_fused_kernel(
-    qkv_ptr, k_ptr, v_ptr, k_desc, v_desc, table_ptr, len_ptr, cos_sin_ptr, out_ptr, out_scale_ptr, mid_ptr, ml_ptr,
-    counter_ptr,
+    qkv_ptr, k_ptr, v_ptr, k_desc, v_desc, table_ptr, len_ptr, behind_ptr, cos_sin_ptr, out_ptr, out_scale_ptr, mid_ptr,
+    ml_ptr, counter_ptr,
     token_scale_ptr, channel_scale_ptr, bias_ptr, q_gain_ptr, k_gain_ptr, eps, qk_scale, k_inv, v_scale, stride_page,
     max_pages, num_tokens,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, PARTS: tl.constexpr, SLICES: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr, QUANT: tl.constexpr, DEFERRED: tl.constexpr, BIASED: tl.constexpr,
     NORMED: tl.constexpr, PAD: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr, BULK: tl.constexpr,
     PAIRS: tl.constexpr, PDL: tl.constexpr, MOST: tl.constexpr, LEAST: tl.constexpr, SEQS: tl.constexpr,
+    DRAFTED: tl.constexpr,
 ):  # fmt: skip
     """MOST 0: each sequence has SLICES; else all have them together, see `turn`.
+
+    DRAFTED: each row attends as a sequence of its own, but so many rows before it as `behind` says have the tokens
+    before its own, in the same pages. Nobody waits for them: the CTA that reads their keys writes them first, as others
+    do that read them, all of them the same bits.
+
 
     CTAs without any come last then: among the others they would leave some multiprocessors a CTA more than others,
     which cost a third of 16 x 8k.
@@ -320,7 +364,6 @@ def attn_fused_kernel(
     length = tl.load(len_ptr + seq)  # lengths, tables and old pages are constant within a step: read before the wait
     pos = length - 1
     lo, hi = share(slice_id, 0, length, BLOCK, slices)
-    d = tl.arange(0, D)
     h = tl.arange(0, H)
     row = tl.arange(0, ROWS)
     live = row < G
@@ -328,35 +371,30 @@ def attn_fused_kernel(
     cos = tl.load(cos_sin_ptr + pos * D + h)
     sin = tl.load(cos_sin_ptr + pos * D + H + h)
     table = table_ptr + seq * max_pages
-    # the last block goes by plain loads: it has rows beyond the end, and the new token, not yet visible to a bulk copy
-    full = tl.maximum(lo, tl.minimum(hi, (length - 1) // BLOCK * BLOCK))
+    first_new = pos
+    if DRAFTED:  # the rows before this one have new tokens of the same sequence, which they may not have written yet
+        first_new = pos - tl.load(behind_ptr + seq)
+    # the last blocks go by plain loads: they have rows beyond the end, and new tokens, not yet visible to a bulk copy
+    full = tl.maximum(lo, tl.minimum(hi, first_new // BLOCK * BLOCK))
     first_page = tl.load(table + lo // PAGE, mask=BULK & (lo < full), other=0)
     pdl_wait(PDL)
     factor = 1.0
     if DEFERRED:
         factor = tl.load(token_scale_ptr + seq)
-    if (lo < length) & (hi == length):  # this slice owns the new token
-        at = (HQ + head) * D
-        k1 = load_parts(qkv_ptr, seq * W + at + h, h >= 0, num_tokens, W, PARTS)
-        k2 = load_parts(qkv_ptr, seq * W + at + H + h, h >= 0, num_tokens, W, PARTS)
-        v_new = load_parts(qkv_ptr, seq * W + at + HKV * D + d, d >= 0, num_tokens, W, PARTS)
-        if DEFERRED:
-            k1 = k1 * factor * tl.load(channel_scale_ptr + at + h)
-            k2 = k2 * factor * tl.load(channel_scale_ptr + at + H + h)
-            v_new = v_new * factor * tl.load(channel_scale_ptr + at + HKV * D + d)
-        if BIASED:
-            k1 += tl.load(bias_ptr + at + h).to(tl.float32)
-            k2 += tl.load(bias_ptr + at + H + h).to(tl.float32)
-            v_new += tl.load(bias_ptr + at + HKV * D + d).to(tl.float32)
-        if NORMED:
-            r = tl.rsqrt(tl.sum(k1 * k1 + k2 * k2, 0) / D + eps)
-            k1 *= r * tl.load(k_gain_ptr + h).to(tl.float32)
-            k2 *= r * tl.load(k_gain_ptr + H + h).to(tl.float32)
-        page = tl.load(table + pos // PAGE).to(tl.int64)
-        slot = page * stride_page + (head * PAGE + pos % PAGE) * D
-        tl.store(k_ptr + slot + h, to_e4m3((k1 * cos - k2 * sin) * k_inv))
-        tl.store(k_ptr + slot + H + h, to_e4m3((k2 * cos + k1 * sin) * k_inv))
-        tl.store(v_ptr + slot + d, to_e4m3(v_new / v_scale))
+    if DRAFTED:
+        for new in tl.range(tl.maximum(lo, first_new), hi, num_stages=1):  # those that this slice owns
+            token = seq - (pos - new)
+            append_token(
+                qkv_ptr, token, new, tl.load(cos_sin_ptr + new * D + h), tl.load(cos_sin_ptr + new * D + H + h),
+                tl.load(token_scale_ptr + token) if DEFERRED else 1.0, k_ptr, v_ptr, table, channel_scale_ptr, bias_ptr,
+                k_gain_ptr, eps, k_inv, v_scale, stride_page, num_tokens, head, HQ, HKV, D, PAGE, PARTS, DEFERRED,
+                BIASED, NORMED,
+            )  # fmt: skip
+    elif (lo < length) & (hi == length):  # this slice owns the new token
+        append_token(
+            qkv_ptr, seq, pos, cos, sin, factor, k_ptr, v_ptr, table, channel_scale_ptr, bias_ptr, k_gain_ptr, eps,
+            k_inv, v_scale, stride_page, num_tokens, head, HQ, HKV, D, PAGE, PARTS, DEFERRED, BIASED, NORMED,
+        )  # fmt: skip
     tl.debug_barrier()
     q_off = q_head[:, None] * D + h[None, :]
     q1 = load_parts(qkv_ptr, seq * W + q_off, live[:, None], num_tokens, W, PARTS)
@@ -465,7 +503,8 @@ def attn_decode_fused(
     cos_sin: Tensor, out: Tensor, out_scale: Tensor, workspace: Tensor,
     *, sm_scale: float, k_scale: float = 1.0, v_scale: float = 1.0, token_scale: Tensor | None = None,
     channel_scale: Tensor | None = None, bias: Tensor | None = None, q_gain: Tensor | None = None,
-    k_gain: Tensor | None = None, eps: float = 0.0, max_len: int = 0, plans: PlanTable = EMPTY, pdl: bool = PDL,
+    k_gain: Tensor | None = None, eps: float = 0.0, behind: Tensor | None = None, max_len: int = 0,
+    plans: PlanTable = EMPTY, pdl: bool = PDL,
 ) -> None:  # fmt: skip
     batch = seq_lens.shape[0]
     plan = choose(plans, batch, max_len or block_table.shape[1] * spec.page, spec)
@@ -475,15 +514,15 @@ def attn_decode_fused(
     num_counters = batch * spec.kv_heads * num_counted(most or slices, merge)
     mid, ml, counter = split_workspace(workspace, math.prod(grid), num_counters, 16, spec.head_dim)
     attn_fused_kernel[grid](
-        qkv, k_cache, v_cache, *boxes(k_cache, v_cache, plan["block"], bulk), block_table, seq_lens, cos_sin, out,
-        out_scale, mid, ml, counter,
+        qkv, k_cache, v_cache, *boxes(k_cache, v_cache, plan["block"], bulk), block_table, seq_lens,
+        seq_lens if behind is None else behind, cos_sin, out, out_scale, mid, ml, counter,
         out_scale if token_scale is None else token_scale, out_scale if channel_scale is None else channel_scale,
         cos_sin if bias is None else bias, cos_sin if q_gain is None else q_gain, cos_sin if k_gain is None else k_gain,
         eps, sm_scale * k_scale * LOG2E.value, 1.0 / k_scale, v_scale, k_cache.stride(0), block_table.stride(0), batch,
         HQ=spec.q_heads, HKV=spec.kv_heads, D=spec.head_dim, PAGE=spec.page, PARTS=spec.parts, SLICES=slices,
         BLOCK=plan["block"], STAGES=plan["stages"], QUANT={"none": 0, "tensor": 2, "group": 3}[spec.quant],
         DEFERRED=spec.deferred, BIASED=spec.biased, NORMED=spec.normed, BULK=bulk, PAIRS=by_pairs(plan), PDL=pdl,
-        MOST=most, LEAST=plan.get("least", 1), SEQS=max(16, triton.next_power_of_2(batch)),
+        MOST=most, LEAST=plan.get("least", 1), SEQS=max(16, triton.next_power_of_2(batch)), DRAFTED=behind is not None,
         num_warps=plan["warps"], **merge, **pdl_launch(pdl),
     )  # fmt: skip
 

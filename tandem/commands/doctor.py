@@ -291,8 +291,8 @@ def _speculation(options: argparse.Namespace) -> Iterator[tuple[str, Level]]:
 
     chosen = proposer_name("auto", "cpu")
     yield (
-        f"--speculate {', '.join(PROPOSERS)}: guess tokens without weights, on the CPU; auto takes {chosen}, and as "
-        "many tokens as pay by what steps take and how many guesses are right; on a GPU it is off",
+        f"--speculate {', '.join(PROPOSERS)}: guess tokens without weights, as many as pay by what steps take and how "
+        f"many guesses are right; auto takes {chosen} on a CPU, and nothing on a GPU",
         Level.OK,
     )
     try:

@@ -21,7 +21,7 @@ from contracts.sampling import SamplingParams
 from engine.backend import ignore_progress
 from engine.cuda.device_sampler import DevicePendingTokens, TopLogprobs
 from engine.cuda.inputs.decode_state import DecodeState
-from engine.cuda.inputs.sampling_columns import columns, draw_keys
+from engine.cuda.inputs.sampling_columns import DrawnRow, columns, draw_keys
 from engine.cuda.launcher import Launcher
 from engine.cuda.model.attention import DeviceAttention, are_few
 from engine.cuda.model.format_choice import smooths_keys
@@ -962,8 +962,9 @@ def test_a_grammar_gives_what_the_cpu_gives(folder):
 def test_draw_keys_are_made_once_and_are_those_of_seed_and_choice():
     sequences = [Sequence(RequestId(str(seed)), [1, 2], structs.replace(RANDOM, seed=seed)) for seed in (5, 6, 7)]
     sequences.insert(1, Sequence(RequestId("greedy"), [1, 2], greedy()))
-    columns(sequences[:2])
+    rows = [DrawnRow(sequence) for sequence in sequences]
+    columns(rows[:2])
     before = [sequence.draw_key for sequence in sequences]
     assert before[0] is not None and before[1:] == [None, None, None]
-    assert columns(sequences).seeds.tolist() == [int(draw_keys([5], [0])[0]), 0, *draw_keys([6, 7], [0, 0]).tolist()]
+    assert columns(rows).seeds.tolist() == [int(draw_keys([5], [0])[0]), 0, *draw_keys([6, 7], [0, 0]).tolist()]
     assert sequences[0].draw_key == before[0]

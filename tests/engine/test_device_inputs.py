@@ -1,18 +1,29 @@
 """What a batch asks of a GPU, worked out on the host: plain functions."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from contracts.ids import RequestId
 from contracts.sampling import SamplingParams
-from engine.cuda.inputs.batch_inputs import block_tables, decode_rows, in_segments, num_decodes, prompt_rows, tails_of
+from engine.cuda.inputs.batch_inputs import (
+    block_tables,
+    decode_rows,
+    decode_tables,
+    in_segments,
+    num_decodes,
+    prompt_rows,
+    tails_of,
+)
 from engine.cuda.inputs.buckets import batch_buckets, bucket_for, chunk_buckets, context_buckets
 from engine.cuda.inputs.decode_state import DecodeState, Word, pack
-from engine.cuda.inputs.sampling_columns import columns, draw_keys, is_greedy
+from engine.cuda.inputs.sampling_columns import DrawnRow, columns, draw_keys, is_greedy
 from engine.cuda.runtime.upload import upload_all
 from engine.scheduler.batch import ScheduledChunk
 from engine.sequence import Sequence
+from engine.speculative.proposer import Draft
 
 SIZE, SPARE = 64, 99
 
@@ -87,14 +98,29 @@ def test_decodes_take_tokens_from_where_they_are_and_pad_with_the_spare_block():
     assert tables.tolist() == [[8, 2], [6, SPARE], [SPARE, SPARE], [SPARE, SPARE]]
 
 
+def test_drafted_tokens_have_rows_behind_the_newest_one_of_their_sequence():
+    alone, drafted = decode("a", 63, 2, [8, 2]), decode("b", 62, 1, [6, 9])
+    drafted = replace(drafted, draft=Draft((31, 32, 33)))
+    rows = decode_rows([alone, drafted], {}, 16, 8, SIZE, SPARE)
+    assert rows.lengths.tolist() == [65, 63, 64, 65, 66, 1, 1, 1]
+    assert rows.behind.tolist() == [0, 0, 1, 2, 3, 0, 0, 0]
+    assert rows.token_ids.tolist() == [501, drafted.sequence.tokens[-1], 31, 32, 33, 0, 0, 0]
+    assert rows.slots[:5].tolist() == [2 * 64, 6 * 64 + 62, 6 * 64 + 63, 9 * 64, 9 * 64 + 1]
+    assert rows.sources.tolist() == [16 + row for row in range(8)]
+    tables = decode_tables([alone, drafted], 8, 2, SPARE)
+    assert tables.tolist() == [[8, 2], *[[6, 9]] * 4, *[[SPARE, SPARE]] * 3]
+    places = [DrawnRow(drafted.sequence, place) for place in range(4)]
+    assert columns(places).positions.tolist() == [63, 64, 65, 66]
+
+
 def test_what_is_packed_is_what_the_device_reads():
     pieces = [decode("a", 63, 2, [8, 2], temperature=0.5, top_k=7), decode("b", 10, 1, [6], top_p=0.25, min_p=0.125)]
     pieces[1].sequence.num_pending = 1
-    sequences = [piece.sequence for piece in pieces]
+    drawn = [DrawnRow(piece.sequence) for piece in pieces]
     state = DecodeState(5, 2, 10, torch.device("cpu"))
     state.sampled.copy_(torch.arange(70, 75))
     rows = decode_rows(pieces, {RequestId("b"): 3}, 5, 4, SIZE, SPARE)
-    state.put(pack(rows, columns(sequences), 5))
+    state.put(pack(rows, columns(drawn), 5))
     assert state.gather_tokens(2).tolist() == [501, 73]
     assert state.sampled.tolist() == [70, 71, 72, 73, 74]
     assert state.lengths.tolist() == [65, 11, 1, 1, 0]
@@ -106,7 +132,7 @@ def test_what_is_packed_is_what_the_device_reads():
     assert inputs.top_ps.tolist() == [1.0, 0.25]
     assert inputs.min_ps.tolist() == [0.0, 0.125]
     assert inputs.positions.tolist() == [65, 11]
-    assert inputs.seeds.tolist() == columns(sequences).seeds.tolist()
+    assert inputs.seeds.tolist() == columns(drawn).seeds.tolist()
     assert all(word % 2 == 0 for word in (Word.DRAWN, Word.GIVEN, Word.SEEDS, Word.SLOTS))  # 64 bits, aligned
 
 

@@ -90,6 +90,14 @@ def suite() -> list[c.KernelCase]:
         c.fused_attn_case(s.FusedAttnSpec(6, 2, 32, page=16, parts=2, normed=True), [1, 40], 1),
         c.fused_attn_case(s.FusedAttnSpec(5, 1, 64, page=16, deferred=True, biased=True), [17, 64], 1),
         c.fused_attn_case(s.FusedAttnSpec(4, 4, 64, page=16, deferred=True, biased=True, normed=True), [33], 1),
+        c.fused_attn_case(
+            s.FusedAttnSpec(4, 2, 32, page=16, parts=2), [31, 32, 33, 34, 50, 1, 2], 1, [0, 1, 2, 3, 0, 0, 1]
+        ),
+        c.fused_attn_case(
+            s.FusedAttnSpec(8, 2, 64, page=16, deferred=True, biased=True, normed=True), [15, 16, 17], 1, [0, 1, 2]
+        ),
+        c.fused_attn_case(FUSED_BULK, [70, 63, 64, 65, 66], 1, [0, 0, 1, 2, 3]),
+        c.fused_attn_case(FUSED_SHARED, [130, 40, 96, 97, 98], 1, [0, 0, 0, 1, 2]),
         c.gemm_case(s.GemmSpec(128, 256, parts=2, skinny=True), 5),
         c.gemm_case(s.GemmSpec(64, 448, parts=2, skinny=True), 18),
         c.gemm_case(s.GemmSpec(64, 192, skinny=True), 3),

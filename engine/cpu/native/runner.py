@@ -1,5 +1,6 @@
 """The runner of the native path: a batch's tokens in, logits out, one call for all layers."""
 
+import sys
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 
@@ -19,6 +20,7 @@ class NativeRunner:
     """What CpuRunner is to torch's path. `reader`, if there is one, takes in the rows of `aux_layers`."""
 
     early_planes = max_graph_rows = 0
+    max_draft_rows = sys.maxsize
     graph_rows: tuple[int, ...] = ()
 
     def __init__(

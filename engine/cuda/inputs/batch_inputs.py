@@ -1,4 +1,4 @@
-"""What a batch asks of the device, as numpy arrays: prompts row by row, decodes padded to a bucket."""
+"""A batch as numpy arrays: prompts and answers row by row, the rows of answers padded to a bucket."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
@@ -67,7 +67,7 @@ class StepKey:
 class DeviceBatch:
     """A batch as arrays, of which every process of a team launches the same.
 
-    `words`: state.pack's. `key`: how decodes are padded, of which `num_decodes` rows are somebody's; `tables` of
+    `words`: state.pack's. `key`: how rows of answers are padded, of which `num_decodes` are somebody's; `tables` of
     blocks if they changed. `scored`: rows of the prompts whose logits are wanted too, a few at a time. `draws`: tokens.
     """
 
@@ -94,7 +94,7 @@ class SampleBatch:
 
 
 def num_decodes(pieces: SequenceOf[ScheduledChunk]) -> int:
-    """How many of the first pieces are one newest token each, as Batch orders them."""
+    """Return how many of the first pieces are an answer's newest token, as Batch orders them."""
     return sum(1 for _ in takewhile(lambda piece: piece.is_decode and piece.samples, pieces))
 
 
@@ -150,18 +150,28 @@ def block_tables(pieces: SequenceOf[ScheduledChunk], num_rows: int, width: int, 
     return tables
 
 
+def decode_tables(pieces: SequenceOf[ScheduledChunk], num_rows: int, width: int, spare: int) -> np.ndarray:
+    """Return the blocks of each row's sequence, `[num_rows, width]` int32; `spare` for what pads."""
+    tables = block_tables(pieces, len(pieces), width, spare)
+    of_rows = np.repeat(tables, [piece.num_rows for piece in pieces], axis=0)
+    return np.pad(of_rows, ((0, num_rows - len(of_rows)), (0, 0)), constant_values=spare)
+
+
 @dataclass(frozen=True)
 class DecodeRows:
-    """One newest token a row, `[bucket]` each, padded by rows of one token in the spare block.
+    """The rows of answers: the newest token of each, and behind it those of its draft.
+
+    `[bucket]` each, padded by rows of one token in the spare block.
 
     `sources`: where the token is: the row of the last batch that drew it, or beside those (from `len` of that on) row
-    by row in `token_ids`, as the host knows it.
+    by row in `token_ids`, as the host knows it. `behind`: how many of the rows before one are of its sequence.
     """
 
     token_ids: np.ndarray
     sources: np.ndarray
     lengths: np.ndarray
     slots: np.ndarray
+    behind: np.ndarray
 
 
 def decode_rows(
@@ -176,16 +186,21 @@ def decode_rows(
 
     `num_drawn`: how many rows of such there can be.
     """
-    count = len(pieces)
-    lengths = np.ones(bucket, np.int32)
-    lengths[:count] = [piece.end for piece in pieces]
+    lengths, behind = np.ones(bucket, np.int32), np.zeros(bucket, np.int32)
     blocks = np.full(bucket, spare, np.int32)
-    blocks[:count] = [piece.sequence.blocks[piece.first_token // block_size] for piece in pieces]
     sources = num_drawn + np.arange(bucket, dtype=np.int32)
     token_ids = np.zeros(bucket, np.int64)
-    for row, piece in enumerate(pieces):
-        if piece.sequence.num_pending:
-            sources[row] = pending[piece.sequence.request_id]
+    row = 0
+    for piece in pieces:
+        sequence = piece.sequence
+        if sequence.num_pending:
+            sources[row] = pending[sequence.request_id]
         else:
-            token_ids[row] = piece.sequence.tokens[-1]
-    return DecodeRows(token_ids, sources, lengths, blocks * block_size + (lengths - 1) % block_size)
+            token_ids[row] = sequence.tokens[-1]
+        for place in range(piece.num_rows):
+            lengths[row], behind[row] = piece.end + place, place
+            blocks[row] = sequence.blocks[(piece.first_token + place) // block_size]
+            if place:
+                token_ids[row] = piece.draft.token_ids[place - 1]
+            row += 1
+    return DecodeRows(token_ids, sources, lengths, blocks * block_size + (lengths - 1) % block_size, behind)

@@ -30,9 +30,10 @@ class Word(IntEnum):
     TOP_PS = 13
     MIN_PS = 14
     DRAW_POSITIONS = 15
+    BEHIND = 16
 
 
-NUM_WORDS = 16
+NUM_WORDS = 17
 
 
 def pack(decodes: DecodeRows | None, drawn: SamplingColumns, max_rows: int) -> np.ndarray:
@@ -52,6 +53,7 @@ def pack(decodes: DecodeRows | None, drawn: SamplingColumns, max_rows: int) -> n
         put(Word.SOURCES, decodes.sources)
         put(Word.LENGTHS, decodes.lengths)
         put(Word.POSITIONS, decodes.lengths - 1)
+        put(Word.BEHIND, decodes.behind)
     put(Word.SEEDS, drawn.seeds)
     put(Word.TOP_KS, drawn.top_ks)
     put(Word.TEMPERATURES, drawn.temperatures)
@@ -92,6 +94,7 @@ class DecodeState:
         self.slots = self._column(Word.SLOTS, torch.int64)
         self.lengths = self._column(Word.LENGTHS, torch.int32)
         self.positions = self._column(Word.POSITIONS, torch.int32)
+        self.behind = self._column(Word.BEHIND, torch.int32)
 
     def staged(self, words: np.ndarray) -> np.ndarray:
         """The same where `put` copies from at once."""

@@ -26,7 +26,16 @@ class SamplingColumns:
     positions: np.ndarray
 
 
-def columns(sequences: SequenceOf[Sequence]) -> SamplingColumns:
+@dataclass(frozen=True)
+class DrawnRow:
+    """A row of logits that a token of the sequence is drawn from, `place` tokens behind its next one."""
+
+    sequence: Sequence
+    place: int = 0
+
+
+def columns(rows: SequenceOf[DrawnRow]) -> SamplingColumns:
+    sequences = [row.sequence for row in rows]
     params = [sequence.sampling for sequence in sequences]
     return SamplingColumns(
         temperatures=np.array([0.0 if p.is_greedy else p.temperature for p in params], np.float32),
@@ -34,7 +43,7 @@ def columns(sequences: SequenceOf[Sequence]) -> SamplingColumns:
         top_ps=np.array([p.top_p for p in params], np.float32),
         min_ps=np.array([p.min_p for p in params], np.float32),
         seeds=_keys(sequences),
-        positions=np.array([len(sequence.tokens) for sequence in sequences], np.int32),
+        positions=np.array([len(row.sequence.tokens) + row.place for row in rows], np.int32),
     )
 
 

@@ -45,6 +45,7 @@ class FusedDecode:
     """A decode step in few launches.
 
     `scales` `[layers, 2]`: what attention's output and the MLP's middle are divided by before they are rounded.
+    `drafts`: steps may have rows of drafts.
     """
 
     def __init__(
@@ -56,8 +57,9 @@ class FusedDecode:
         state: DecodeState,
         scales: Tensor,
         team: ProcessGroup = SINGLE_PROCESS,
+        drafts: bool = False,
     ) -> None:
-        self.group = team
+        self.group, self.drafts = team, drafts
         self.config, self.weights, self.registry, self.cache, self.state = config, weights, registry, cache, state
         # One copy a row, as the row-wise product reads them.
         self.scales = scales[:, :, None].expand(-1, -1, state.max_rows).contiguous()
@@ -109,6 +111,7 @@ class FusedStep:
         self._gate_up_out = shared.gate_up[:rows]
         self._products = {name: shared.products(name, self._plan.parts(name), rows) for name in shared.parts}
         self._tables, self._lengths = shared.state.tables[:rows], shared.state.lengths[:rows]
+        self._behind = shared.state.behind[:rows] if shared.drafts else None
         self._bind(max_len)
 
     @torch.inference_mode()
@@ -186,7 +189,7 @@ class FusedStep:
             self._products["qkv"], cache.keys, cache.values, self._tables, self._lengths,
             self._shared.weights.cos_sin, self._mixed, mixed_scale, self._shared.workspace,
             k_scale=cache.k_scale, v_scale=cache.v_scale, bias=layer.qkv.bias, q_gain=layer.q_gain,
-            k_gain=layer.k_gain, **self._applied("qkv", layer.qkv, self._x_scale),
+            k_gain=layer.k_gain, behind=self._behind, **self._applied("qkv", layer.qkv, self._x_scale),
         )  # fmt: skip
 
     def _mlp(self, layer: DeviceLayerWeights, middle_scale: Tensor) -> None:
