@@ -1,0 +1,147 @@
+"""The benchmark of verifying drafts on a GPU, beside the plain decode step of the same run.
+
+`python -m bench.engine.gpu_speculation [--out FILE] [--batches 1 8 32 64] [--acceptance 2.8]`
+
+Random weights in Llama-8B's shape, FP8. A round is a step in which each answer has k drafted tokens, and the host's
+work between two of them: a drafted step waits for the tokens of the one before, a plain one is launched ahead. Random
+weights foretell nothing, so acceptance is synthetic: as many tokens are kept, whatever they are, as give the stated
+length on average, the step's own token included. What a drafter takes is not in a round. `engine_adaptive_step` is the
+plain step of an engine that looks for drafts (suffix) in texts that have none.
+"""
+
+import argparse
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from msgspec import structs
+
+from bench.engine.gpu import NUM_STEPS, NUM_WARM, PROMPT, answering, load, random_requests, settled, shown
+from bench.report.result import ResultRow, write_result
+from engine.draft_verification import DraftVerification
+from engine.engine import Engine
+from engine.sequence import Sequence as EngineSequence
+from engine.speculative.choice import PROPOSERS
+from engine.speculative.proposer import Draft
+from kernels import caps
+from kernels.timing import eager_us
+
+MOST_TOKENS = 4 * (NUM_WARM + NUM_STEPS) + 400
+PEER = "the plain decode step of the same engine"
+_log = logging.getLogger(__name__)
+
+
+class RandomProposer:
+    """Drafts of `length` random tokens."""
+
+    is_free = True
+    length = 3
+
+    def __init__(self) -> None:
+        self._random = np.random.default_rng(3)
+
+    def propose(self, sequences: Sequence[EngineSequence], num_tokens: Sequence[int]) -> list[Draft]:
+        lengths = [min(self.length, number) for number in num_tokens]
+        return [Draft(tuple(self._random.integers(0, 100_000, length).tolist())) for length in lengths]
+
+    def ended(self, sequence: EngineSequence) -> None:
+        """Nothing was kept of it."""
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32, 64])
+    parser.add_argument("--acceptance", type=float, default=2.8, help="tokens that a step with a draft gives")
+    args = parser.parse_args()
+    PROPOSERS["random"] = RandomProposer
+    rows: list[ResultRow] = []
+    engine = loaded("random", adapts_drafts=False)
+    with settled(engine):
+        for batch in args.batches:
+            rows += measured(engine, batch, args.acceptance)
+    plain = {row.params["batch"]: row.value for row in rows if row.name == "engine_plain_step"}
+    engine = loaded("suffix", adapts_drafts=True)
+    with settled(engine):
+        for batch in args.batches:
+            step_ms = round_ms(engine, batch, speculate=True)[0]
+            rows.append(
+                shown(ResultRow("engine_adaptive_step", step_ms, "ms", {"batch": batch}, None, PEER, plain[batch]))
+            )
+    config = {"model": "llama-8b's shape, random weights, float8", "card": caps.detect().name, "prompt": PROMPT}
+    path = write_result(args.out, "engine-gpu-speculation", rows, config)
+    _log.info("%s", path.with_suffix(".md").read_text(encoding="utf-8"))
+
+
+def loaded(drafter: str, adapts_drafts: bool) -> Engine:
+    """Return an engine of random weights that drafts so."""
+    limits = {"max_model_len": 2048, "max_num_seqs": 64, "kv_cache_nbytes": 16 << 30}
+    return load("float8", "llama-8b", speculate=drafter, adapts_drafts=adapts_drafts, **limits)
+
+
+def measured(engine: Engine, batch: int, acceptance: float) -> list[ResultRow]:
+    """Return the plain step, then rounds of each length of draft, with their synthetic acceptance."""
+    plain_ms, rate = round_ms(engine, batch, speculate=False)
+    rows = [shown(ResultRow("engine_plain_step", plain_ms, "ms", {"batch": batch}))]
+    rows.append(shown(ResultRow("engine_plain_rate", rate / batch, "tokens/s/user", {"batch": batch})))
+    plain_graph = graph_ms(engine, batch)
+    rows.append(shown(ResultRow("engine_plain_graph", plain_graph, "ms", {"batch": batch})))
+    for length in (1, 2, 3):
+        RandomProposer.length = length
+        kept = min(acceptance, 1.0 + length)
+        params = {"batch": batch, "drafted": length, "synthetic acceptance": kept}
+        with accepting(kept):
+            span_ms, drafted_rate = round_ms(engine, batch, speculate=True)
+        rows.append(ResultRow("engine_round", span_ms, "ms", params, None, PEER, plain_ms))
+        graph = graph_ms(engine, batch * (1 + length))
+        rows.append(ResultRow("engine_round_graph", graph, "ms", params, None, PEER, plain_graph))
+        rows.append(
+            ResultRow("engine_round_rate", drafted_rate / batch, "tokens/s/user", params, None, PEER, rate / batch)
+        )
+        for row in rows[-3:]:
+            shown(row)
+    return rows
+
+
+def round_ms(engine: Engine, batch: int, speculate: bool) -> tuple[float, float]:
+    """Return the milliseconds of a step, and the tokens a second of all answers together."""
+    requests = [
+        replace(request, sampling=structs.replace(request.sampling, speculate=speculate))
+        for request in random_requests(engine, [PROMPT] * batch, MOST_TOKENS)
+    ]
+    with answering(engine, requests):
+        num_tokens, begin = 0, time.perf_counter()
+        for _ in range(NUM_STEPS):
+            num_tokens += len(engine.step().sampled)
+        span_s = time.perf_counter() - begin
+    return span_s / NUM_STEPS * 1e3, num_tokens / span_s
+
+
+def graph_ms(engine: Engine, num_rows: int) -> float:
+    """Return the milliseconds of the captured step of so many rows, without the host."""
+    held = engine.runner.launcher.steps.held(num_rows, PROMPT + MOST_TOKENS)  # type: ignore[attr-defined]
+    return eager_us(held, count=10, groups=5) / 1e3
+
+
+@contextmanager
+def accepting(length: float) -> Iterator[None]:
+    """Keep as many drafted tokens as give `length` tokens a step on average, whatever was drawn."""
+    chances, ours = np.random.default_rng(5), DraftVerification._accepts
+
+    def accepts(_: DraftVerification, sequence: EngineSequence, draft: Draft, place: int) -> bool:
+        return place < len(draft) and chances.random() < length - 1.0 - place
+
+    DraftVerification._accepts = accepts  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        DraftVerification._accepts = ours  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    main()
