@@ -4,23 +4,29 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import msgspec
 import pytest
 
+from contracts.errors import PeerLost
+from contracts.events import Event, Failed, Moved
 from contracts.ids import Epoch
+from contracts.node import WorkerRole
 from contracts.request import Cancel
 from contracts.sampling import SamplingParams
 from kv_transfer.chunks.block_record import max_record_nbytes
 from kv_transfer.tiers.host_memory import HostMemoryTier
 from testing.paced_proxy import PacedProxy
+from tests.e2e import tiny
 from tests.engine.device_engines import FUSIBLE
 from tests.engine.tiny_models import save_tiny
-from tests.path.cores import Cores
+from tests.path.cores import GATEWAY, Cores
 from tests.path.test_path_device_reuse import evict, second_digests, with_tiers
+from tests.path.test_path_migration import PROMPTS, Movers
 from tests.waiting import until
 from worker.core.kv_tiers import KVTiers
-from worker.messages import Work
+from worker.messages import CoreFrame, Work
 
 pytestmark = pytest.mark.slow
 
@@ -156,6 +162,67 @@ def test_a_request_that_ends_while_its_blocks_are_loaded_leaves_nothing(
         until(lambda: pair.cores._turn() is not None and all(worker.is_idle() for worker in workers))
         assert pair.loaded() == 0
         pair.assert_clean()
+
+
+def test_a_handoff_whose_prefill_is_lost_while_its_blocks_are_loaded_leaves_nothing(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with paced_pair(model) as pair, hanging(pair.host, monkeypatch) as has_begun:
+        prefill, decode = pair.cores.prefill, pair.cores.decode
+        job = pair.cores._job(PROMPT, GREEDY)
+        for worker in (prefill, decode):
+            worker.front.inbox.append(Work([job], time.monotonic()))
+        until(lambda: pair.cores._turn() is not None and has_begun.is_set())
+        prefill.node.close()
+        failed: list[Event] = []
+
+        def has_failed() -> bool:
+            decode.core.turn()
+            frames = [message for message in decode.front.heard if isinstance(message, CoreFrame)]
+            failed.extend(event for frame in frames for event in frame.events.get(GATEWAY, []))
+            decode.front.heard.clear()
+            return bool(failed) and decode.is_idle()
+
+        until(has_failed)
+        assert [event.code for event in failed if isinstance(event, Failed)] == [PeerLost.code]
+        assert (pair.loaded(), decode.counters()["quarantined"], decode.engine.pool.num_held) == (0, 0, 0)
+        decode.engine.check()
+
+
+def test_what_the_tiers_of_a_destination_hold_of_an_answer_that_moves_is_loaded_there(tmp_path: Path) -> None:
+    movers = Movers(str(tiny.save_tiny(tmp_path)), (WorkerRole.DECODE, WorkerRole.DECODE))
+    a, b = movers.workers
+    long = msgspec.structs.replace(GREEDY, max_tokens=300)
+    with ExitStack() as stack:
+        for worker in movers.workers:
+            stack.callback(worker.node.close)
+        proxy, tiers = PacedProxy(b.node.address, LINK_NBYTES_PER_S), with_tiers(b)
+        stack.callback(proxy.close)
+        stack.callback(tiers.close)
+        b.ref = msgspec.structs.replace(b.ref, transfer=proxy.address)
+
+        def moved(name: str, num_tokens: int) -> list[int]:
+            movers.events.clear()
+            job = movers.begin(name, a, long)
+            movers.until(lambda: movers.has(name, num_tokens))
+            movers.move(job, a, b)
+            movers.until(lambda: movers.is_over(name))
+            assert movers.of(Moved, name, 1)
+            return [token.token_id for token in movers.tokens(name)]
+
+        moved("drawn", 10)  # after which the rate of the link is known
+        movers.begin("greedy", b, long)
+        movers.until(lambda: movers.is_over("greedy"))
+        expected = [token.token_id for token in movers.tokens("greedy")]
+        until(lambda: tiers.is_idle)
+        evict(b.engine)
+        before = tiers.counters()["kv_handoff_loaded_blocks"]
+        assert moved("greedy", 40) == expected
+        counts = tiers.counters()
+        num_known = (len(PROMPTS["greedy"]) + 40) // b.engine.layout.block_size
+        assert before == 0 and counts["kv_handoff_loaded_blocks"] >= num_known - 1
+        assert counts["kv_loaded_handoffs"] == 1
+        movers.until(movers.is_clean)
 
 
 @contextmanager
