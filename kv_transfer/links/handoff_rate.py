@@ -8,6 +8,8 @@ from contracts.ids import Epoch, RequestId
 Key = tuple[RequestId, Epoch]
 
 MEMORY = 0.9  # a handoff counts half after six more
+MIN_SPREAD = 0.25
+"""The variance of sizes over their squared mean from which on latency is told from rate: of one size and its triple."""
 
 
 @dataclass(slots=True)
@@ -17,8 +19,40 @@ class _Handoff:
     last_s: float = 0.0
 
 
+@dataclass(slots=True)
+class _Sums:
+    """Sums over finished handoffs, each former one `MEMORY` times what the next one counts."""
+
+    count: float = 0.0
+    nbytes: float = 0.0
+    seconds: float = 0.0
+    nbytes_squared: float = 0.0
+    nbytes_seconds: float = 0.0
+
+    def add(self, nbytes: int, seconds: float) -> None:
+        self.count = MEMORY * self.count + 1
+        self.nbytes = MEMORY * self.nbytes + nbytes
+        self.seconds = MEMORY * self.seconds + seconds
+        self.nbytes_squared = MEMORY * self.nbytes_squared + nbytes * nbytes
+        self.nbytes_seconds = MEMORY * self.nbytes_seconds + nbytes * seconds
+
+    @property
+    def nbytes_per_s(self) -> float:
+        """Return the rate behind the latency, or bytes over seconds where the two can't be told apart."""
+        if self.seconds <= 0:
+            return 0.0
+        variance = self.count * self.nbytes_squared - self.nbytes**2
+        covariance = self.count * self.nbytes_seconds - self.nbytes * self.seconds
+        has_latency = variance * self.seconds > covariance * self.nbytes  # the line meets zero bytes above zero seconds
+        if variance < MIN_SPREAD * self.nbytes**2 or covariance <= 0 or not has_latency:
+            return self.nbytes / self.seconds
+        return variance / covariance
+
+
 class HandoffRate:
-    """An exponential mean, weighted by bytes: mean bytes over mean seconds. Safe to use from any thread.
+    """The line of seconds by bytes through finished handoffs (least squares). Safe to use from any thread.
+
+    Its slope is the rate: what each takes however small it is says nothing of how long a large one takes.
 
     The seconds of a handoff are those in which one of its chunks was being sent, and those from the last chunk to
     Commit; waiting for prefill to compute the next chunk does not count. Times are those of one monotonic clock.
@@ -27,13 +61,13 @@ class HandoffRate:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._open: dict[Key, _Handoff] = {}
-        self._nbytes = self._seconds = 0.0
+        self._sums = _Sums()
 
     @property
     def nbytes_per_s(self) -> float:
         """Return bytes per second; 0.0 while unknown."""
         with self._lock:
-            return self._nbytes / self._seconds if self._seconds > 0 else 0.0
+            return self._sums.nbytes_per_s
 
     def begin(self, key: Key) -> None:
         with self._lock:
@@ -61,8 +95,7 @@ class HandoffRate:
         with self._lock:
             handoff = self._open.pop(key, None)
             if handoff is not None and handoff.nbytes:
-                self._nbytes = MEMORY * self._nbytes + handoff.nbytes
-                self._seconds = MEMORY * self._seconds + handoff.busy_s + max(0.0, now_s - handoff.last_s)
+                self._sums.add(handoff.nbytes, handoff.busy_s + max(0.0, now_s - handoff.last_s))
 
     def dropped(self, key: Key) -> None:
         """Forget a handoff that did not finish."""

@@ -49,6 +49,34 @@ def test_large_handoffs_weigh_more_and_old_ones_fade() -> None:
     assert rate.nbytes_per_s == pytest.approx(500, rel=0.01)
 
 
+def test_what_each_handoff_takes_however_small_is_no_rate() -> None:
+    """A link of 1 GB/s whose Commit is back after 2 ms: by bytes over seconds 30 blocks would make it 25 MB/s."""
+    rate = HandoffRate()
+    for nbytes in (50_000, 50_000, 2_000_000, *[50_000] * 27):
+        _finish(rate, nbytes, 0.002 + nbytes / 1e9)
+    assert rate.nbytes_per_s == pytest.approx(1e9)
+    for nbytes in (50_000, 2_000_000) * 40:  # then it is slower
+        _finish(rate, nbytes, 0.002 + nbytes / 1e8)
+    assert rate.nbytes_per_s == pytest.approx(1e8, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "handoffs",
+    [
+        [(1000, 1.0), (1100, 5.0), (900, 1.0)],  # of nearly one size
+        [(1000, 2.0), (9000, 1.0)],  # the larger took less
+        [(1000, 0.1), (9000, 9.0)],  # none would have taken less than no time
+    ],
+    ids=["one size", "falling", "below zero"],
+)
+def test_where_latency_and_rate_are_not_told_apart_bytes_over_seconds_count(handoffs: list[tuple[int, float]]) -> None:
+    rate, nbytes, seconds = HandoffRate(), 0.0, 0.0
+    for each in handoffs:
+        _finish(rate, *each)
+        nbytes, seconds = 0.9 * nbytes + each[0], 0.9 * seconds + each[1]
+    assert rate.nbytes_per_s == pytest.approx(nbytes / seconds)
+
+
 def test_an_offer_states_the_rate_of_former_handoffs_unless_decode_fetches(
     make_peer: Callable[..., Peer], transport: str
 ) -> None:
