@@ -43,7 +43,11 @@ def choice(**changes) -> ChoiceTokens:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"tokens": [5, 8, 7]}, "token 1 of 3 and 3"),
+        (
+            {"tokens": [5, 8, 7], "logprobs": [-0.5001, -1.25, -2.0]},
+            "token 1 of 3 and 3: 8 of log-probability -1.250000 for 6 of -1.000000; those before differ by 1.0e-04 at "
+            "most; its longest gap before, 1.00 s, was before token 1",
+        ),
         ({"tokens": [5, 6], "logprobs": [-0.5, -1.0]}, "token -1 of 2 and 3"),
         ({"text": "abd"}, "text or end"),
         ({"finish": "stop"}, "text or end"),

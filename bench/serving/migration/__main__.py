@@ -60,19 +60,26 @@ def main(arguments: list[str]) -> int:
             drains = measure_drains(args.answers, args.drain_tokens)
             rows += drains.rows()
             is_passed &= drains.is_passed
+            _tell("drained", drains.moved.differences(drains.undisturbed))
         if "memory" in args.parts:
             memory = measure_memory(args.answers // 2, args.drain_tokens)
             rows += memory.rows()
             is_passed &= memory.is_passed
+            for way, words in zip(("moves for memory", "preemption"), memory.differences(), strict=True):
+                _tell(way, words)
         if "kills" in args.parts:
             report = asyncio.run(_kills(folder / "kills", settings, right, args))
             rows += report.rows()
             is_passed &= report.is_passed
-            for words in (*report.wrong, *report.lost, *report.held, *report.unreached):
-                print(words, file=sys.stderr)
+            _tell("kills", [*report.wrong, *report.lost, *report.held, *report.unreached])
     config = {option: value for option, value in vars(args).items() if option != "out"}
     print(write_result(args.out, "migration", rows, config).with_suffix(".md").read_text("utf-8"))
     return int(not is_passed)
+
+
+def _tell(part: str, faults: Sequence[str]) -> None:
+    for words in faults:
+        print(f"{part}: {words}", file=sys.stderr, flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,7 +1,7 @@
 """A worker of many answers that drains, beside the ways without migration, in the same system.
 
 All answers run on one of two decode workers: the other one is restarted as they are asked, and is back by the time they
-are to go there. Texts are compared with those of a run in which nothing was disturbed.
+are to go there. Answers are compared with those of a run in which nothing was disturbed.
 """
 
 import asyncio
@@ -16,8 +16,9 @@ from dataclasses import dataclass
 import aiohttp
 import psutil
 
-from bench.load.client import StreamResult, ask, body_of, random_prompt, session
+from bench.load.client import random_prompt, session
 from bench.report.result import ResultRow
+from bench.serving.migration.movable_requests import MovableRequest, StreamedReply, stream_once
 from bench.system.local_system import System, get_json, running
 from process.local_http import open_local
 
@@ -29,20 +30,32 @@ KILLED, WAITED = "replay: its core is killed", "it waits: no migration"
 
 @dataclass(frozen=True)
 class DrainRun:
-    """One run: its answers, and in seconds how long its worker had them and its process was there."""
+    """One run: its answers, and when they were asked for (monotonic seconds).
 
-    answers: list[StreamResult]
+    `empty_s`: how long its worker had them after the disturbance; `leave_s`: how long its process was there.
+    """
+
+    answers: list[StreamedReply]
+    began_s: float
     empty_s: float = 0.0
     leave_s: float = 0.0
     num_replays: float = 0.0
 
     @property
     def longest_gaps_s(self) -> list[float]:
-        return sorted(max(answer.gaps_s, default=0.0) for answer in self.answers)
+        return sorted(max(answer.choices[0].gaps_s, default=0.0) for answer in self.answers)
 
-    def num_wrong(self, undisturbed: "DrainRun") -> int:
-        """Return how many answers failed, or have another text than without a disturbance."""
-        return sum(a.error != "" or a.text != b.text for a, b in zip(self.answers, undisturbed.answers, strict=True))
+    @property
+    def mean_time_s(self) -> float:
+        """Return how long an answer took that did not fail before its first token."""
+        ends_s = [answer.choices[0].times_s[-1] for answer in self.answers if answer.choices[0].times_s]
+        return sum(end_s - self.began_s for end_s in ends_s) / max(1, len(ends_s))
+
+    def differences(self, undisturbed: "DrainRun") -> list[str]:
+        """Return in words each answer that failed, or is another than without a disturbance."""
+        pairs = zip(self.answers, undisturbed.answers, strict=True)
+        found = ((answer.request, answer.difference(other)) for answer, other in pairs)
+        return [f"{request.name}, {request.kind}: {words}" for request, words in found if words]
 
 
 @dataclass(frozen=True)
@@ -56,7 +69,7 @@ class DrainRuns:
 
     @property
     def is_passed(self) -> bool:
-        return not self.moved.num_wrong(self.undisturbed) and not self.moved.num_replays
+        return not self.moved.differences(self.undisturbed) and not self.moved.num_replays
 
     def rows(self) -> list[ResultRow]:
         """Return the figures; those that took another way are the peers."""
@@ -86,10 +99,8 @@ class DrainRuns:
             )
             found.append(ResultRow(f"longest gap of an answer without a disturbance, {name}", calm, "s", load))
             found.append(ResultRow(f"longest gap of an answer, {name}", moved, "s", load, None, KILLED, killed))
-        wrong = [run.num_wrong(self.undisturbed) for run in (self.moved, self.killed, self.waited)]
-        found.append(
-            ResultRow("drain: answers that failed or have another text", wrong[0], "", load, None, KILLED, wrong[1])
-        )
+        wrong = [len(run.differences(self.undisturbed)) for run in (self.moved, self.killed)]
+        found.append(ResultRow("drain: answers that failed or are others", wrong[0], "", load, None, KILLED, wrong[1]))
         return found
 
 
@@ -99,30 +110,37 @@ def measure_drains(num_answers: int, num_tokens: int) -> DrainRuns:
     with running(*flags, **SETTINGS) as system:
         undisturbed, moved, killed = asyncio.run(_ways_that_go_on(system, num_answers, num_tokens))
     with running(*flags, **SETTINGS, TANDEM_MIGRATE_FOR="") as system:
-        bodies = bodies_of(system, num_answers, num_tokens)
-        waited = asyncio.run(run_on_one(system, bodies, num_tokens, lambda w: os.kill(w["pid"], signal.SIGTERM)))
+        requests = requests_of(system, num_answers, num_tokens)
+        waited = asyncio.run(run_on_one(system, requests, lambda w: os.kill(w["pid"], signal.SIGTERM)))
     return DrainRuns(undisturbed, moved, killed, waited)
 
 
 async def _ways_that_go_on(system: System, num_answers: int, num_tokens: int) -> tuple[DrainRun, DrainRun, DrainRun]:
-    bodies = bodies_of(system, num_answers, num_tokens)
-    undisturbed = await run_on_one(system, bodies, num_tokens, None)
-    moved = await run_on_one(system, bodies, num_tokens, lambda worker: os.kill(worker["pid"], signal.SIGTERM))
-    killed = await run_on_one(system, bodies, num_tokens, lambda worker: os.kill(worker["core_pid"], signal.SIGKILL))
+    requests = requests_of(system, num_answers, num_tokens)
+    undisturbed = await run_on_one(system, requests, None)
+    moved = await run_on_one(system, requests, lambda worker: os.kill(worker["pid"], signal.SIGTERM))
+    killed = await run_on_one(system, requests, lambda worker: os.kill(worker["core_pid"], signal.SIGKILL))
     return undisturbed, moved, killed
 
 
-def bodies_of(system: System, num_answers: int, num_tokens: int) -> list[bytes]:
-    """Return requests of which every other one is greedy, and the rest are drawn by seeds."""
-    rng, model, bodies = random.Random(1), system.model(), []
+def requests_of(system: System, num_answers: int, num_tokens: int) -> list[MovableRequest]:
+    """Return requests of which every other one is greedy, and the rest are drawn by seeds.
+
+    Log-probabilities come with each token: they tell rounding from a fault where an answer differs.
+    """
+    rng, model, requests = random.Random(1), system.model(), []
     for number in range(num_answers):
-        sampling = {"temperature": 0.0} if number % 2 else {"temperature": 0.8, "seed": number}
-        bodies.append(body_of(model, random_prompt(PROMPT_TOKENS, rng), num_tokens, sampling))
-    return bodies
+        kind, sampling = (
+            ("greedy", {"temperature": 0.0}) if number % 2 else ("seed", {"temperature": 0.8, "seed": number})
+        )
+        asked = {"model": model, "prompt": random_prompt(PROMPT_TOKENS, rng), "max_tokens": num_tokens}
+        told = {"ignore_eos": True, "stream": True, "return_token_ids": True, "logprobs": 1}
+        requests.append(MovableRequest(f"r{number}", kind, asked | told | sampling))
+    return requests
 
 
 async def run_on_one(
-    system: System, bodies: list[bytes], num_tokens: int, disturb: Callable[[dict], None] | None
+    system: System, requests: list[MovableRequest], disturb: Callable[[dict], None] | None
 ) -> DrainRun:
     """Ask all at once on one worker; once all answer and the other worker is there, disturb that one."""
     first, second = [worker for worker in system.workers() if worker["role"] == "decode"]
@@ -130,8 +148,9 @@ async def run_on_one(
     os.kill(second["pid"], signal.SIGTERM)
     await _until(lambda: not psutil.pid_exists(second["pid"]))
     async with session() as http:
-        asked = asyncio.create_task(_ask_all(http, system, bodies, num_tokens))
-        await _until(lambda: _num_running(first) == len(bodies) or asked.done())
+        began_s = time.monotonic()
+        asked = asyncio.create_task(_ask_all(http, system, requests))
+        await _until(lambda: _num_running(first) == len(requests) or asked.done())
         await _until(system.is_up)
         begin_s = empty_s = leave_s = time.perf_counter()
         if disturb is not None:
@@ -144,13 +163,11 @@ async def run_on_one(
     await _until(system.is_up)
     num_replays = _metric(system, "tandem_gateway_replays_total") - replays
     print(f"{len(answers)} answers, {num_replays:g} replayed, left after {leave_s - begin_s:.2f} s", file=sys.stderr)
-    return DrainRun(answers, empty_s - begin_s, leave_s - begin_s, num_replays)
+    return DrainRun(answers, began_s, empty_s - begin_s, leave_s - begin_s, num_replays)
 
 
-async def _ask_all(
-    http: aiohttp.ClientSession, system: System, bodies: list[bytes], num_tokens: int
-) -> list[StreamResult]:
-    return await asyncio.gather(*(ask(http, system.url, body, num_tokens) for body in bodies))
+async def _ask_all(http: aiohttp.ClientSession, system: System, requests: list[MovableRequest]) -> list[StreamedReply]:
+    return await asyncio.gather(*(stream_once(http, system.url, request) for request in requests))
 
 
 def _num_running(worker: dict) -> int:

@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import aiohttp
@@ -77,13 +78,34 @@ class ChoiceTokens:
         """Return in words how it differs from `other`; empty if it does not."""
         if self.tokens != other.tokens:
             at = next((i for i, (a, b) in enumerate(zip(self.tokens, other.tokens, strict=False)) if a != b), -1)
-            return f"token {at} of {len(self.tokens)} and {len(other.tokens)}"
+            return f"token {at} of {len(self.tokens)} and {len(other.tokens)}{self._said_at(at, other)}"
         if (self.text, self.finish) != (other.text, other.finish):
             return f"text or end: {self.text[-40:]!r} {self.finish}, {other.text[-40:]!r} {other.finish}"
         pairs = zip(self.logprobs, other.logprobs, strict=True) if len(self.logprobs) == len(other.logprobs) else None
         if pairs is None or any(a is None or b is None or abs(a - b) > TOLERANCE for a, b in pairs):
             return "log-probabilities"
         return "" if all(map(_is_near, self.top_logprobs, other.top_logprobs)) else "top log-probabilities"
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """Return the times between its tokens."""
+        return [later - sooner for sooner, later in pairwise(self.times_s)]
+
+    def _said_at(self, at: int, other: "ChoiceTokens") -> str:
+        """Return what tells rounding from a fault: how near the two were before they differ."""
+        if at < 0 or min(len(self.logprobs), len(other.logprobs)) <= at:
+            return ""
+        apart = max(
+            (abs((a or 0.0) - (b or 0.0)) for a, b in zip(self.logprobs[:at], other.logprobs, strict=False)),
+            default=0.0,
+        )
+        gaps_s = self.gaps_s[:at] or [0.0]
+        halted_at = gaps_s.index(max(gaps_s)) + 1
+        return (
+            f": {self.tokens[at]} of log-probability {self.logprobs[at]:.6f} for {other.tokens[at]} of "
+            f"{other.logprobs[at]:.6f}; those before differ by {apart:.1e} at most; its longest gap before, "
+            f"{max(gaps_s):.2f} s, was before token {halted_at}"
+        )
 
 
 @dataclass
@@ -136,12 +158,13 @@ async def stream_reply(http: aiohttp.ClientSession, url: str, request: MovableRe
     there yet.
     """
     until = time.monotonic() + REFUSED_S
-    while (reply := await _stream(http, url, request)).error.startswith(REFUSED) and time.monotonic() < until:
+    while (reply := await stream_once(http, url, request)).error.startswith(REFUSED) and time.monotonic() < until:
         await asyncio.sleep(REFUSED_PERIOD_S)
     return reply
 
 
-async def _stream(http: aiohttp.ClientSession, url: str, request: MovableRequest) -> StreamedReply:
+async def stream_once(http: aiohttp.ClientSession, url: str, request: MovableRequest) -> StreamedReply:
+    """Ask once and keep what comes. It always ends, and a fault is in the reply."""
     reply = StreamedReply(request, [ChoiceTokens() for _ in range(request.num_choices)])
     loop = asyncio.get_running_loop()
     try:
