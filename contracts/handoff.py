@@ -5,6 +5,7 @@
     prefill -> decode   ChunkHeader           beside the chunk's bytes, one per computed chunk; in a PullReady if
                                               decode fetches the bytes itself, after a PullScheduled when the chunk
                                               was about to be computed
+    decode  -> prefill  Fetched               such a chunk of an answer that moves was read
     prefill -> decode   Fin                   all chunks sent; carries token 0
     decode  -> prefill  Commit                every chunk valid and Fin seen: the pin may go
     either  -> other    Abort, answered by AbortAck once nothing can write any more
@@ -115,6 +116,18 @@ class PullReady(ChunkFacts, frozen=True, tag="pull", kw_only=True):
         return ChunkHeader(**{name: getattr(self, name) for name in ChunkHeader.__struct_fields__})
 
 
+class Fetched(msgspec.Struct, frozen=True, tag="fetched"):
+    """Decode's copy engine has read this chunk of a PullReady, of an offer that is a bound.
+
+    So the source of an answer that moves knows what is still on its way. Only sent to a peer whose terms say that it
+    hears it.
+    """
+
+    request_id: RequestId
+    epoch: Epoch
+    index: int
+
+
 class PullScheduled(msgspec.Struct, frozen=True, tag="coming"):
     """Tokens `[first_token, first_token + num_tokens)` are about to be computed.
 
@@ -197,6 +210,7 @@ HandoffMessage = (
     | ChunkHeader
     | PullScheduled
     | PullReady
+    | Fetched
     | Fin
     | Commit
     | Abort

@@ -243,7 +243,7 @@ class TransferNode:
     def has_queued(self, peer_id: WorkerId, request_id: RequestId, epoch: Epoch) -> bool:
         """Return whether a chunk of the attempt waits to be sent, or is being sent."""
         link = self._table.outgoing(peer_id)
-        return link is not None and link.queue.has_queued((request_id, epoch))
+        return link is not None and link.has_queued((request_id, epoch))
 
     # The decode side.
 

@@ -37,7 +37,7 @@ class Terms(msgspec.Struct, frozen=True, tag="terms"):
 
     `num_blocks`: of all groups; `transport`: the one that its operator requested; `available`: those it could use;
     `boot_id`: of its kernel; `memory`: where its pages are, "host" or a kind of device; `plane_scales`: see
-    device_pool.DevicePool; `levels`: of compression that its operator allows.
+    device_pool.DevicePool; `levels`: of compression that its operator allows; `hears_fetched`: it knows that message.
     """
 
     layout: KVLayout
@@ -49,6 +49,7 @@ class Terms(msgspec.Struct, frozen=True, tag="terms"):
     memory: str = "host"
     plane_scales: list[float] = []
     levels: list[str] = []
+    hears_fetched: bool = False
 
 
 class Open(msgspec.Struct, frozen=True, tag="open"):

@@ -76,7 +76,8 @@ class PullSender(UnthreadedMover):
     """The prefill end: computed chunks are reported at once or in batches, in the caller's thread.
 
     A message takes microseconds, waking a thread for it 100. Decode may read the pages of an attempt from the first
-    chunk that is reported until it says that it no longer does.
+    chunk that is reported until it says that it no longer does. `tells_fetched`: of attempts whose length is not known
+    as they begin, it says which chunks it has fetched.
     """
 
     def __init__(
@@ -85,10 +86,13 @@ class PullSender(UnthreadedMover):
         mark: DeviceSemaphore | None,
         send: Callable[[PullScheduled | PullReady | Fin], None],
         on_sent: Callable[[Key, int, float], None],
+        tells_fetched: bool = False,
     ) -> None:
         super().__init__()
         self._attempts, self._mark, self._send, self._on_sent = attempts, mark, send, on_sent
+        self._tells_fetched = tells_fetched
         self._reported: set[Key] = set()
+        self._unfetched: defaultdict[Key, set[int]] = defaultdict(set)
         self._granted: set[Key] = set()
         self._early: defaultdict[Key, list[PullScheduled]] = defaultdict(list)
         self._batches: dict[Key, PullBatch] = {}
@@ -99,6 +103,17 @@ class PullSender(UnthreadedMover):
         """Begin an attempt with a prompt of this many tokens. Without this, chunks are reported one by one."""
         with self._lock:
             self._batches[key] = PullBatch(num_tokens)
+
+    def has_unfetched(self, key: Key) -> bool:
+        """Return whether decode has yet to fetch a chunk of an attempt whose length was not known as it began."""
+        with self._lock:
+            return bool(self._unfetched.get(key))
+
+    def fetched(self, key: Key, index: int) -> None:
+        """Record that decode has fetched a chunk."""
+        with self._lock:
+            if unfetched := self._unfetched.get(key):
+                unfetched.discard(index)
 
     def chunk_scheduled(
         self, key: Key, first_token: int, num_tokens: int, pages: list[BlockId], early_planes: int, group: int = 0
@@ -163,6 +178,8 @@ class PullSender(UnthreadedMover):
             due = [message] if batch is None else batch.take(message)
             if any(isinstance(each, PullReady) for each in due):
                 self._reported.add(key)
+            if batch is None and self._tells_fetched and isinstance(message, PullReady):
+                self._unfetched[key].add(message.index)
         for each in due:
             self._send(each)
             if isinstance(each, PullReady):
@@ -177,6 +194,7 @@ class PullSender(UnthreadedMover):
             self._granted.discard(key)
             self._early.pop(key, None)
             self._batches.pop(key, None)
+            self._unfetched.pop(key, None)
             return key not in self._reported
 
     def read(self, key: Key) -> bool:
@@ -201,6 +219,7 @@ class PullSender(UnthreadedMover):
         self._reported.discard(key)
         self._granted.discard(key)
         self._batches.pop(key, None)
+        self._unfetched.pop(key, None)
         return was_reported
 
     def _send_scheduled(self, key: Key) -> None:

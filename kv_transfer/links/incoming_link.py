@@ -13,6 +13,7 @@ from contracts.handoff import (
     AbortAck,
     ChunkHeader,
     Commit,
+    Fetched,
     Fin,
     Grant,
     HandoffMessage,
@@ -50,7 +51,7 @@ class IncomingLink(Link):
         self.grants = GrantTable(parts.layout, [pool.num_blocks for pool in parts.pools])
         self._layout = parts.layout
         self._pull_receiver: PullReceiver | None = None
-        self._is_quiet = self._has_looked = False
+        self._is_quiet = self._has_looked = self._hears_fetched = False
         super().__init__(parts, hello.worker_id, hello.incarnation, self.grants)
 
     def run(self, wire: HandshakeSocket, attached: Callable[[bytes], socket.socket]) -> None:
@@ -94,6 +95,7 @@ class IncomingLink(Link):
             handshake.reject(wire, error)
             raise
         if isinstance(channel, MappedPool):
+            self._hears_fetched = theirs.hears_fetched
             self._pull_receiver = self._pull_receiver_of(channel.remotes, theirs.checksum)
             self._serve(wire.sock, theirs, channel, self._pull_receiver)
             return
@@ -181,6 +183,9 @@ class IncomingLink(Link):
         """
         self.parts.note(ChunkLanded(self.peer_id, header, time.monotonic()))
         self._is_quiet = True
+        granted = self.grants.find((header.request_id, header.epoch)) if self._hears_fetched else None
+        if granted is not None and granted.offer.is_bound:
+            self.send(Fetched(header.request_id, header.epoch, header.index))
 
     def _on_bad(self, header: ChunkHeader, reason: str) -> None:
         log.warning("chunk %d of %s from %s is bad: %s", header.index, header.request_id, self.peer_id, reason)

@@ -91,6 +91,7 @@ class LinkParts:
             memory=self.memory,
             plane_scales=list(self.plane_scales),
             levels=allowed_levels(self.settings.kv_codec),
+            hears_fetched=True,
         )
 
 

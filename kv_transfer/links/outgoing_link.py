@@ -15,6 +15,7 @@ from contracts.handoff import (
     AbortAck,
     ChunkHeader,
     Commit,
+    Fetched,
     Fin,
     Grant,
     HandoffMessage,
@@ -52,7 +53,7 @@ class OutgoingLink(Link):
     """The prefill end of a link."""
 
     outgoing = True
-    receives = (Grant, Wait, Refuse, Commit, Abort, AbortAck)
+    receives = (Grant, Wait, Refuse, Fetched, Commit, Abort, AbortAck)
 
     def __init__(self, parts: LinkParts, peer: WorkerRef, was_asked: bool) -> None:
         self.queue, self._peer, self._rate = SendQueue(), peer, HandoffRate()
@@ -117,6 +118,17 @@ class OutgoingLink(Link):
         if self._pull_sender is not None:
             self._pull_sender.chunks_launched(is_all)
 
+    def has_queued(self, key: Key) -> bool:
+        """Return whether a chunk of the attempt waits to be sent, or is on its way."""
+        return self.queue.has_queued(key) or (self._pull_sender is not None and self._pull_sender.has_unfetched(key))
+
+    def on_message(self, message: HandoffMessage) -> None:
+        """Handle a message; one that a chunk was fetched is of no use to the owner before it asks."""
+        if isinstance(message, Fetched) and self._pull_sender is not None:
+            self._pull_sender.fetched((message.request_id, message.epoch), message.index)
+        else:
+            super().on_message(message)
+
     def finish(self, fin: Fin) -> None:
         """Send Fin after the chunks that were queued before."""
         if self._pull_sender is not None:
@@ -165,7 +177,8 @@ class OutgoingLink(Link):
             # Decode checks for the end of this connection before it trusts a copy, and must see it even if its socket
             # is full.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, AT_ONCE)
-            self._pull_sender = PullSender(self.queue, channel.mark, self.send, self._rate.reported)
+            facts = self.queue, channel.mark, self.send, self._rate.reported
+            self._pull_sender = PullSender(*facts, tells_fetched=theirs.hears_fetched)  # who hears it says it, too
             self._serve(sock, theirs, channel, self._pull_sender)
             return
         stagings = sender_stagings(channel, self.parts.pools, self.groups, ring, ours, theirs)

@@ -28,6 +28,7 @@ FIELDS = {
     "refuse": ("request_id", "epoch", "code", "reason"),
     "chunk": (*CHUNK, "loss"),
     "pull": (*CHUNK, "loss", "pages"),
+    "fetched": ("request_id", "epoch", "index"),
     "fin": ("request_id", "epoch", "num_chunks", "first", "cached_tokens"),
     "commit": ("request_id", "epoch", "num_chunks", "nbytes"),
     "abort": ("request_id", "epoch", "code", "reason"),

@@ -1,13 +1,20 @@
 """An offer that is a bound: the KV of a running answer, of which Fin says how much came."""
 
+import threading
 from collections.abc import Callable
 
+import pytest
+
 from contracts.events import Token
-from contracts.handoff import ChunkHeader, Commit, Fin, Grant, Offer
+from contracts.handoff import ChunkHeader, Commit, Fin, Grant, Offer, PullReady
 from contracts.ids import BlockId, Epoch, RequestId
 from kv_transfer.data_path.grant import GrantTable
+from kv_transfer.data_path.pull_sender import PullSender
+from kv_transfer.data_path.sender import SendQueue
 from kv_transfer.events import ChunkLanded
+from kv_transfer.links.incoming_link import IncomingLink
 from tests.kv_transfer.kv_pair import LAYOUT, Peer, pages_equal, send
+from tests.waiting import PATIENCE_S, until
 
 KEY = RequestId("r"), Epoch(1)
 SIZE = LAYOUT.block_size
@@ -69,3 +76,44 @@ def test_the_kv_of_a_running_answer_arrives_and_the_rest_of_its_pages_stays_as_i
     assert prefill.message(Commit, "r").num_chunks == 3
     assert pages_equal(prefill, [1, 2, 3, 4], decode, [20, 21, 22, 23])
     assert (decode.pool[:, 24:26] == before[:, 24:26]).all()
+
+
+def test_what_decode_has_yet_to_fetch_of_a_running_answer_is_on_its_way(
+    make_peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch
+):
+    """An answer would be paused while gigabytes of it are read, which are reported in a moment."""
+    prefill, decode = make_peer("prefill", transport="nvlink"), make_peer("decode", transport="nvlink")
+    prefill.node.offer(decode.ref, Offer(*KEY, BOUND, LAYOUT.layout_id, is_bound=True))
+    decode.message(Offer, "r")
+    decode.node.grant(prefill.name, Grant(*KEY, [PAGES], SKIP))
+    prefill.message(Grant, "r")
+    assert not prefill.node.has_queued(decode.name, *KEY)
+    link, may_read = decode.node._table.incoming(prefill.name), threading.Event()
+    assert isinstance(link, IncomingLink) and link._pull_receiver is not None
+    (remote,) = link._pull_receiver._remotes
+    pull = remote.pull
+    monkeypatch.setattr(remote, "pull", lambda *facts: may_read.wait(PATIENCE_S) and pull(*facts))
+    send(prefill, decode, "r", 0, SKIP, 2 * SIZE, [1, 2])
+    assert prefill.node.has_queued(decode.name, *KEY)
+    may_read.set()
+    decode.wait(ChunkLanded)
+    until(lambda: not prefill.node.has_queued(decode.name, *KEY))
+
+
+def test_only_a_peer_that_says_what_it_has_fetched_is_waited_for():
+    attempts = SendQueue()
+    attempts.begin(KEY)
+    says, says_not = (PullSender(attempts, None, lambda _: None, lambda *_: None, tells) for tells in (True, False))
+    for sender in (says, says_not):
+        for index in range(2):
+            sender.put(PullReady.of(header(index, SKIP, SIZE), [BlockId(1)]))
+    assert says.has_unfetched(KEY) and not says_not.has_unfetched(KEY)
+    says.fetched(KEY, 0)
+    assert says.has_unfetched(KEY)
+    says.fetched(KEY, 1)
+    assert not says.has_unfetched(KEY)
+    says.put(PullReady.of(header(2, SKIP, SIZE), [BlockId(1)]))
+    says.end(KEY)
+    assert not says.has_unfetched(KEY)
+    says.fetched(KEY, 2)  # it comes after the end
+    assert not says.has_unfetched(KEY)
