@@ -23,14 +23,15 @@ _SETTING = "kv_cache_mib, TANDEM_KV_CACHE_MIB"
 _log = logging.getLogger(__name__)
 
 
-def kv_layout(checkpoint: Checkpoint, block_size: int, dtype: str, rotary: str = "") -> KVLayout:
+def kv_layout(checkpoint: Checkpoint, block_size: int, dtype: str, variant: str = "") -> KVLayout:
     """Return how KV lies in pages.
 
-    `rotary`: set where the two parts of a rotary pair lie otherwise than side by side.
+    `variant`: set where KV is not to meet that of the model's other workers: the two parts of a rotary pair lie
+    otherwise than side by side, or activations are rounded otherwise.
     """
     config = checkpoint.config
     return KVLayout.uniform(
-        model=f"{_fingerprint(config)}-{weights_fingerprint(checkpoint.path)}{rotary}",
+        model=f"{_fingerprint(config)}-{weights_fingerprint(checkpoint.path)}{variant}",
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,

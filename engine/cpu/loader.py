@@ -15,7 +15,7 @@ from engine.cpu.format_choice import resolve_dtype
 from engine.cpu.joint_cache import JointCache
 from engine.cpu.kv_cache import KVCache
 from engine.cpu.linear import FORMATS
-from engine.cpu.native.choice import NATIVE, native_kernels
+from engine.cpu.native.choice import chosen_kernels
 from engine.cpu.native.eagle3_head import EmbeddingRows, load_native_head, unfit_widths
 from engine.cpu.native.loader import load_native_backend
 from engine.cpu.runner import CpuRunner
@@ -37,9 +37,8 @@ def load_cpu_backend(settings: EngineSettings, checkpoint: Checkpoint, progress:
         torch.set_num_threads(settings.num_threads)
     progress("probe", 0, 1)
     source = open_weights(checkpoint)
-    if settings.dtype == NATIVE:
-        kernels = native_kernels(settings, checkpoint, source)
-        return load_native_backend(settings, checkpoint, source, kernels, torch.get_num_threads(), progress)
+    if (native := chosen_kernels(settings, checkpoint, source)) is not None:
+        return load_native_backend(settings, checkpoint, source, native, torch.get_num_threads(), progress)
     dtype = resolve_dtype(settings, source)
     number_format = FORMATS[dtype]
     layout = kv_layout(checkpoint, settings.block_size, number_format.kv_dtype)

@@ -43,7 +43,8 @@ def _difference(source: NodeInfo, sink: NodeInfo) -> tuple[str, object, object, 
     found = None
     if source.layout is not None and sink.layout is not None:
         found = source.layout.model_part.difference(sink.layout.model_part)
-    return (*found, "") if found else ("layout_id", source.layout_id, sink.layout_id, "")
+    remedy = ": start all with the same model and --dtype, and native kernels for all or none (tandem doctor)"
+    return (*found, remedy) if found else ("layout_id", source.layout_id, sink.layout_id, "")
 
 
 def _transports(sent: Sequence[str], taken: Sequence[str]) -> tuple[str, str]:

@@ -112,7 +112,7 @@ def _versions(options: argparse.Namespace) -> Iterator[tuple[str, Level]]:
 def _cpu(options: argparse.Namespace) -> Iterator[tuple[str, Level]]:
     # Here and in _gpu: torch takes seconds to import, and the findings before it should not wait.
     from engine.cpu.format_choice import resolve_dtype
-    from engine.cpu.native.choice import NATIVE, native_kernels
+    from engine.cpu.native.choice import NATIVE, chosen_kernels, native_kernels
     from engine.model_loader.checkpoint_weights import open_weights
     from engine.settings import EngineSettings
     from kernels.cpu.isa import apply_isa, is_bfloat16_fast, probe_isa
@@ -137,7 +137,9 @@ def _cpu(options: argparse.Namespace) -> Iterator[tuple[str, Level]]:
     except ConfigError:  # reported by _model
         return
     settings, source = EngineSettings(model=options.model), open_weights(checkpoint)
-    yield f"dtype auto holds this model's weights as {resolve_dtype(settings, source)} here", Level.OK
+    chosen = chosen_kernels(settings, checkpoint, source)
+    dtype = NATIVE if chosen is not None else resolve_dtype(settings, source)
+    yield f"dtype auto holds this model's weights as {dtype} here", Level.OK
     try:
         kernels = native_kernels(settings, checkpoint, source)
     except ConfigError as error:

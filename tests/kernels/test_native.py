@@ -53,7 +53,7 @@ def dense(name: str, rows: np.ndarray) -> np.ndarray:
 
 
 def rounded(x: np.ndarray) -> np.ndarray:
-    """Rows as the kernels see them, float64: int8, 32 columns at a time, the coarsest eighth of the groups twice."""
+    """Rows as the kernels see them, float64: int8, 32 columns at a time, the coarsest quarter of the groups twice."""
     groups = x.reshape(len(x), -1, 32)
     once = in_int8(groups)
     rests = in_int8((groups - once).astype(np.float32))
@@ -67,7 +67,7 @@ def is_coarse(groups: np.ndarray) -> np.ndarray:
     for row, marks in zip(scales, chosen, strict=True):
         for first in range(0, len(row), 64):
             some = row[first : first + 64]
-            count = -(-len(some) // 8)
+            count = -(-len(some) // 4)
             values = np.unique(some[some > 0])[-count:]
             if len(values):
                 marks[first + np.flatnonzero(some >= values[0])[:count]] = True

@@ -1,6 +1,7 @@
 """Whether a model can take the native path, and a check that its kernels are right here."""
 
 import logging
+import platform
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import gguf
 import numpy as np
 
 from checkpoint import Checkpoint
+from checkpoint.checkpoint import WeightFormat
 from contracts.errors import ConfigError
 from engine.cpu.native.weights import matrix_names
 from engine.model_loader.checkpoint_weights import StoredBlocks, StoredWeightSource
@@ -18,10 +20,40 @@ from models.config import ModelConfig
 
 NATIVE = "native"
 """The name of the number format: that of the file, KV in bfloat16."""
+_REMEDY = (
+    "workers with native kernels exchange no KV with this one: let all of a pool have them, or start all with --dtype "
+    "float16"
+)
 _log = logging.getLogger(__name__)
 _CHECKED_ROWS = 48
+_UNPACKED = {gguf.GGMLQuantizationType[name] for name in ("F32", "F16", "BF16")}
 # Activations are rounded to int8, 32 at a time: 0.4 % of normal ones in the root mean square.
 _TOLERANCE = 0.02
+
+
+def chosen_kernels(
+    settings: EngineSettings, checkpoint: Checkpoint, source: StoredWeightSource
+) -> NativeKernels | None:
+    """Return the native kernels if they are to serve the model, None if torch is.
+
+    `auto` takes them for GGUF files whose matrices are all quantized, on an x86 CPU with AVX2. Raises ConfigError if
+    they are asked for by name and can't serve it.
+    """
+    if settings.dtype == NATIVE:
+        return native_kernels(settings, checkpoint, source)
+    if settings.dtype != "auto" or checkpoint.format is not WeightFormat.GGUF or platform.machine() != "x86_64":
+        return None
+    config = checkpoint.config
+    if unfit(config) or any(blocks.kind in _UNPACKED for blocks in _each_format(config, source)):
+        return None
+    if reason := _unfit_formats(config, source):
+        _log.info("torch computes this model: %s", reason)
+        return None
+    if reason := _unsound(config, source, settings.cache_dir, _log.info):
+        _log.warning("torch computes this model, which is slower: %s; %s", reason, _REMEDY)
+        return None
+    kernels = load_kernels(settings.cache_dir)
+    return kernels if kernels.best_level != "plain" else None
 
 
 def native_kernels(settings: EngineSettings, checkpoint: Checkpoint, source: StoredWeightSource) -> NativeKernels:

@@ -5,7 +5,7 @@
 // rows beside it, nor on the instruction set as far as that has a fused multiply-add.
 //
 // A column that is much greater than the others of its group leaves them few of the 8 bits. So what the rounding of the
-// coarsest eighth of a row's groups left is rounded once more, and its products are added at the end.
+// coarsest quarter of a row's groups left is rounded once more, and its products are added at the end.
 #pragma once
 
 #include "formats.h"
@@ -39,7 +39,7 @@ struct Rows {
     int64_t k;
 };
 
-INLINE int64_t rests_of(int64_t k) { return (k / 32 + 7) / 8; }
+INLINE int64_t rests_of(int64_t k) { return (k / 32 + 3) / 4; }
 
 template <class Each>
 INLINE void row_tiles(int64_t first, int64_t last, Each&& each) {
@@ -71,7 +71,7 @@ INLINE Group round_group(const Floats* v, int8_t* codes) {
     return Group{scale, scale * float(both), -both, -sums[0], -sums[1]};
 }
 
-// Of each 64 groups, writes the numbers of the eighth with the greatest scales, ascending; -1 where there are fewer.
+// Of each 64 groups, writes the numbers of the quarter with the greatest scales, ascending; -1 where there are fewer.
 INLINE void choose_coarsest(const Group* groups, int64_t num_groups, int32_t* numbers) {
     constexpr int64_t MOST = 64;
     for (int64_t first = 0; first < num_groups; first += MOST) {

@@ -10,7 +10,8 @@ from gguf import GGMLQuantizationType
 from bench.models.transformers_oracle import greedy as oracle_greedy
 from checkpoint import open_checkpoint
 from contracts.errors import ConfigError
-from engine.cpu.native.choice import reason_against, self_check, unfit
+from engine.cache.sizing import kv_layout
+from engine.cpu.native.choice import chosen_kernels, self_check, unfit
 from engine.cpu.native.loader import load_native_backend
 from engine.engine import Engine
 from engine.loader import load_engine
@@ -99,13 +100,42 @@ def test_the_self_check_finds_a_wrong_product(monkeypatch):
     assert "wrong by" in (self_check(kernels, blocks) or "")
 
 
-def test_without_a_compiler_torch_serves_and_a_line_says_why(monkeypatch, tmp_path):
+def no_compiler(monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setattr("kernels.cpu.build.BUILT", tmp_path)
     monkeypatch.setattr("kernels.cpu.build.DEFAULT_CACHE", tmp_path)
+    return settings(dtype="auto", cache_dir=tmp_path / "cache")
+
+
+def test_without_a_compiler_torch_serves_and_a_line_says_why(monkeypatch, tmp_path, caplog):
+    chosen, checkpoint = no_compiler(monkeypatch, tmp_path), open_checkpoint("default")
+    caplog.set_level("WARNING")
+    assert chosen_kernels(chosen, checkpoint, open_weights(checkpoint)) is None
+    (line,) = caplog.messages
+    assert "no-such-compiler" in line and "--dtype float16" in line
+
+
+def test_named_without_a_compiler_it_is_refused(monkeypatch, tmp_path):
+    chosen, checkpoint = no_compiler(monkeypatch, tmp_path), open_checkpoint("default")
+    with pytest.raises(ConfigError, match="no-such-compiler"):
+        chosen_kernels(dataclasses.replace(chosen, dtype="native"), checkpoint, open_weights(checkpoint))
+
+
+def test_auto_takes_it_for_quantized_files_alone(monkeypatch, folder):
     checkpoint = open_checkpoint("default")
-    reason = reason_against(checkpoint.config, open_weights(checkpoint), tmp_path / "cache", lambda line: None)
-    assert "no-such-compiler" in (reason or "")
+    source = open_weights(checkpoint)
+    if load_kernels().best_level == "plain":
+        pytest.skip("this CPU has no AVX2")
+    assert chosen_kernels(settings(dtype="auto"), checkpoint, source) is not None
+    assert chosen_kernels(settings(dtype="float16"), checkpoint, source) is None
+    plain = open_checkpoint(str(folder))
+    assert chosen_kernels(settings(dtype="auto"), plain, open_weights(plain)) is None
+
+
+def test_native_kv_meets_no_other():
+    engine = load_engine(settings(dtype="native"))
+    found = engine.layout.difference(kv_layout(engine.checkpoint, engine.layout.block_size, "bfloat16"))
+    assert found is not None and found[0] == "model"
 
 
 def test_a_step_of_many_threads_gives_the_bits_of_one(family):

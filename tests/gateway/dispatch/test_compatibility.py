@@ -49,7 +49,8 @@ def of(layout: KVLayout, takes: dict[str, list[str]], sends: str) -> dict:
         (
             worker("p", **of(NARROW, {NARROW.layout_id: ["tcp"]}, "tcp")),
             worker("d", **of(WIDE, {WIDE.layout_id: ["tcp"]}, "tcp")),
-            "groups[0].dtype is bfloat16 here, float8_e4m3fn there",
+            "groups[0].dtype is bfloat16 here, float8_e4m3fn there: start all with the same model and --dtype, and "
+            "native kernels for all or none (tandem doctor)",
         ),
         (worker("p", layout_id="l"), worker("d", layout_id="x", ways=ways("x")), "layout_id is x here, l there"),
     ],
