@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -36,17 +37,17 @@ _log = logging.getLogger(__name__)
 
 
 class RandomProposer:
-    """Drafts of `length` random tokens."""
+    """Drafts of `length` random tokens, made before."""
 
     is_free = True
     length = 3
 
     def __init__(self) -> None:
-        self._random = np.random.default_rng(3)
+        tokens = np.random.default_rng(3).integers(0, 100_000, (1024, 3)).tolist()
+        self._drafts = cycle([Draft(tuple(each)) for each in tokens])
 
     def propose(self, sequences: Sequence[EngineSequence], num_tokens: Sequence[int]) -> list[Draft]:
-        lengths = [min(self.length, number) for number in num_tokens]
-        return [Draft(tuple(self._random.integers(0, 100_000, length).tolist())) for length in lengths]
+        return [next(self._drafts).first(min(self.length, number)) for number in num_tokens]
 
     def ended(self, sequence: EngineSequence) -> None:
         """Nothing was kept of it."""

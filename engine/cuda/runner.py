@@ -182,7 +182,10 @@ class DeviceRunner:
         scored: SequenceOf[np.ndarray],
         draws: bool,
     ) -> DeviceBatch:
-        greedy, num_rows = is_greedy([row.sequence for row in sampling]), sum(piece.num_rows for piece in decodes)
+        greedy, num_rows = (
+            is_greedy([row.sequence for row in sampling if not row.place]),
+            sum(piece.num_rows for piece in decodes),
+        )
         longest = max((piece.end + len(piece.draft) for piece in decodes), default=0)
         key = self.launcher.steps.key(num_rows, longest, greedy) if decodes else None
         return DeviceBatch(

@@ -35,14 +35,17 @@ class DrawnRow:
 
 
 def columns(rows: SequenceOf[DrawnRow]) -> SamplingColumns:
-    sequences = [row.sequence for row in rows]
+    """Return those of the rows, of which those of one sequence lie side by side."""
+    firsts = [place for place, row in enumerate(rows) if not row.place]
+    counts = np.diff([*firsts, len(rows)])
+    sequences = [rows[place].sequence for place in firsts]
     params = [sequence.sampling for sequence in sequences]
     return SamplingColumns(
-        temperatures=np.array([0.0 if p.is_greedy else p.temperature for p in params], np.float32),
-        top_ks=np.array([max(p.top_k or 0, 0) for p in params], np.int32),
-        top_ps=np.array([p.top_p for p in params], np.float32),
-        min_ps=np.array([p.min_p for p in params], np.float32),
-        seeds=_keys(sequences),
+        temperatures=np.array([0.0 if p.is_greedy else p.temperature for p in params], np.float32).repeat(counts),
+        top_ks=np.array([max(p.top_k or 0, 0) for p in params], np.int32).repeat(counts),
+        top_ps=np.array([p.top_p for p in params], np.float32).repeat(counts),
+        min_ps=np.array([p.min_p for p in params], np.float32).repeat(counts),
+        seeds=_keys(sequences).repeat(counts),
         positions=np.array([len(row.sequence.tokens) + row.place for row in rows], np.int32),
     )
 
