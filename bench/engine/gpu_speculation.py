@@ -14,14 +14,14 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import cycle
 from pathlib import Path
 
 import numpy as np
 from msgspec import structs
 
-from bench.engine.gpu import NUM_STEPS, NUM_WARM, PROMPT, answering, load, random_requests, settled, shown
+from bench.engine.gpu import NUM_STEPS, NUM_WARM, PROMPT, answering, idle_share, load, random_requests, settled, shown
 from bench.report.result import ResultRow, write_result
 from engine.draft_verification import DraftVerification
 from engine.engine import Engine
@@ -70,7 +70,7 @@ def main() -> None:
     engine = loaded("suffix", adapts_drafts=True)
     with settled(engine):
         for batch in args.batches:
-            step_ms = round_ms(engine, batch, speculate=True)[0]
+            step_ms = rounds(engine, batch, speculate=True).ms
             rows.append(
                 shown(ResultRow("engine_adaptive_step", step_ms, "ms", {"batch": batch}, None, PEER, plain[batch]))
             )
@@ -87,9 +87,10 @@ def loaded(drafter: str, adapts_drafts: bool) -> Engine:
 
 def measured(engine: Engine, batch: int, acceptance: float) -> list[ResultRow]:
     """Return the plain step, then rounds of each length of draft, with their synthetic acceptance."""
-    plain_ms, rate = round_ms(engine, batch, speculate=False)
-    rows = [shown(ResultRow("engine_plain_step", plain_ms, "ms", {"batch": batch}))]
-    rows.append(shown(ResultRow("engine_plain_rate", rate / batch, "tokens/s/user", {"batch": batch})))
+    plain = rounds(engine, batch, speculate=False)
+    rows = [shown(ResultRow("engine_plain_step", plain.ms, "ms", {"batch": batch}))]
+    rows.append(shown(ResultRow("engine_plain_rate", plain.rate / batch, "tokens/s/user", {"batch": batch})))
+    rows.append(shown(ResultRow("engine_plain_idle", plain.idle, "", {"batch": batch})))
     plain_graph = graph_ms(engine, batch)
     rows.append(shown(ResultRow("engine_plain_graph", plain_graph, "ms", {"batch": batch})))
     for length in (1, 2, 3):
@@ -97,20 +98,32 @@ def measured(engine: Engine, batch: int, acceptance: float) -> list[ResultRow]:
         kept = min(acceptance, 1.0 + length)
         params = {"batch": batch, "drafted": length, "synthetic acceptance": kept}
         with accepting(kept):
-            span_ms, drafted_rate = round_ms(engine, batch, speculate=True)
-        rows.append(ResultRow("engine_round", span_ms, "ms", params, None, PEER, plain_ms))
+            drafted = rounds(engine, batch, speculate=True)
+        rows.append(ResultRow("engine_round", drafted.ms, "ms", params, None, PEER, plain.ms))
+        rows.append(ResultRow("engine_round_idle", drafted.idle, "", params, None, PEER, plain.idle))
         graph = graph_ms(engine, batch * (1 + length))
         rows.append(ResultRow("engine_round_graph", graph, "ms", params, None, PEER, plain_graph))
         rows.append(
-            ResultRow("engine_round_rate", drafted_rate / batch, "tokens/s/user", params, None, PEER, rate / batch)
+            ResultRow(
+                "engine_round_rate", drafted.rate / batch, "tokens/s/user", params, None, PEER, plain.rate / batch
+            )
         )
-        for row in rows[-3:]:
+        for row in rows[-4:]:
             shown(row)
     return rows
 
 
-def round_ms(engine: Engine, batch: int, speculate: bool) -> tuple[float, float]:
-    """Return the milliseconds of a step, and the tokens a second of all answers together."""
+@dataclass(frozen=True)
+class Round:
+    """Milliseconds of a step, the tokens a second of all answers together, and the share that the GPU is idle."""
+
+    ms: float
+    rate: float
+    idle: float
+
+
+def rounds(engine: Engine, batch: int, speculate: bool) -> Round:
+    """Return what steps with this many answers take and give."""
     requests = [
         replace(request, sampling=structs.replace(request.sampling, speculate=speculate))
         for request in random_requests(engine, [PROMPT] * batch, MOST_TOKENS)
@@ -120,7 +133,8 @@ def round_ms(engine: Engine, batch: int, speculate: bool) -> tuple[float, float]
         for _ in range(NUM_STEPS):
             num_tokens += len(engine.step().sampled)
         span_s = time.perf_counter() - begin
-    return span_s / NUM_STEPS * 1e3, num_tokens / span_s
+        idle = idle_share(engine)
+    return Round(span_s / NUM_STEPS * 1e3, num_tokens / span_s, idle)
 
 
 def graph_ms(engine: Engine, num_rows: int) -> float:
