@@ -115,7 +115,7 @@ def measured(engine: Engine, batch: int, acceptance: float) -> list[ResultRow]:
 
 @dataclass(frozen=True)
 class Round:
-    """Milliseconds of a step, the tokens a second of all answers together, and the share that the GPU is idle."""
+    """Milliseconds of a step, tokens a second of all answers, and the share that the GPU is idle."""
 
     ms: float
     rate: float

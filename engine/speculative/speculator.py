@@ -17,8 +17,11 @@ What is never tried would never seem to pay again.
 """
 
 
-MAX_AWAITED = 64
-"""With more answers no step waits for drafts: to look for them takes the host some 20 us for each."""
+MAX_AWAITED = 32
+"""With more answers no step waits for drafts: to look for them takes the host some 20 us for each.
+
+Of 64 random texts on an H200 a step took 4.09 ms where they were looked for, and 3.94 without.
+"""
 
 
 @dataclass
