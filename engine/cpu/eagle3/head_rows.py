@@ -25,13 +25,21 @@ class HeadRows:
     tables_SN: np.ndarray
     seen_from_S: np.ndarray
 
+    @property
+    def lasts_S(self) -> np.ndarray:
+        """Return the last row of each sequence."""
+        return np.flatnonzero(np.diff(self.owners_M, append=-1))
+
 
 @dataclass(frozen=True)
 class HeadOutput:
-    """`logits` `[M, draft_vocab]` of what follows each row's token; `features_MH` for the row of that."""
+    """What the last row of each sequence says.
+
+    `logits` `[S, draft_vocab]` are of what follows its token, `features_SH` for the row of that.
+    """
 
     logits: torch.Tensor
-    features_MH: torch.Tensor
+    features_SH: torch.Tensor
 
 
 class Eagle3Head(Protocol):
@@ -53,5 +61,5 @@ class Eagle3Head(Protocol):
         ...
 
     def forward(self, rows: HeadRows) -> HeadOutput:
-        """Do the same, and compute what the rows say."""
+        """Do the same, and compute what the last row of each sequence says."""
         ...

@@ -73,16 +73,22 @@ class TorchEagle3Head:
 
     @torch.inference_mode()
     def forward(self, rows: HeadRows) -> HeadOutput:
-        x = rows.features_MH
-        for index in range(self.config.num_layers):
+        x, last = rows.features_MH, self.config.num_layers - 1
+        for index in range(last):
             x = self._layer(index, x, rows)
+        residual, q_MHD = self._queries(last, x, rows)
+        ends = torch.from_numpy(rows.lasts_S)
+        x = self._finished(last, residual[ends], q_MHD[ends], _lasts(rows))
         normed = self._norm(x, self._weights.final_gain)
         return HeadOutput(self._weights.output(normed).float(), normed if self.config.norm_output else x)
 
     def _layer(self, index: int, x: torch.Tensor, rows: HeadRows) -> torch.Tensor:
+        return self._finished(index, *self._queries(index, x, rows), rows)
+
+    def _finished(self, index: int, residual: torch.Tensor, q_MHD: torch.Tensor, rows: HeadRows) -> torch.Tensor:
+        """Return what leaves the layer of rows whose K and V are written, as those of all rows before them."""
         layer = self._weights.layers[index]
-        residual, q = self._queries(index, x, rows)
-        x = residual + layer.output(self._attend(q, index, rows))
+        x = residual + layer.output(self._attend(q_MHD, index, rows))
         gate, up = layer.gate_up(self._norm(x, layer.mlp_gain)).float().chunk(2, 1)
         return x + layer.down(F.silu(gate) * up)
 
@@ -140,6 +146,18 @@ class TorchEagle3Head:
 
     def _norm(self, x: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, (len(gain),), gain, self.config.norm_eps)
+
+
+def _lasts(rows: HeadRows) -> HeadRows:
+    """Return the last row of each sequence."""
+    ends = rows.lasts_S
+    return replace(
+        rows,
+        features_MH=rows.features_MH[torch.from_numpy(ends)],
+        tokens_M=rows.tokens_M[ends],
+        slots_M=rows.slots_M[ends],
+        owners_M=rows.owners_M[ends],
+    )
 
 
 def _only(rows: HeadRows, owner: int, first: int, end: int) -> HeadRows:

@@ -71,22 +71,21 @@ class NativeEagle3Head:
         return torch.from_numpy(self._kernels.linear(self._fc, np.ascontiguousarray(aux)))
 
     def write(self, rows: HeadRows) -> None:
-        self._compute(rows, 0)
+        self._compute(rows, np.empty(0, np.int32))
 
     def forward(self, rows: HeadRows) -> HeadOutput:
-        normed, ends = self._compute(rows, len(rows.tokens_M))
+        normed, ends = self._compute(rows, rows.lasts_S.astype(np.int32))
         logits = torch.from_numpy(self._kernels.linear(self._output, normed))
         return HeadOutput(logits, torch.from_numpy(normed if self.config.norm_output else ends))
 
-    def _compute(self, rows: HeadRows, num_wanted: int) -> tuple[np.ndarray, np.ndarray]:
-        """Write K and V of all rows; return the last rows of the first ones, with the final norm and without."""
+    def _compute(self, rows: HeadRows, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Write K and V of all rows; return what becomes of those `wanted`, with the final norm and without."""
         features = np.ascontiguousarray(rows.features_MH.numpy(), np.float32)
         tables = np.ascontiguousarray(rows.tables_SN)
-        wanted = np.arange(num_wanted, dtype=np.int32)
-        normed, ends = (np.empty((num_wanted, self.config.hidden_size), np.float32) for _ in range(2))
+        normed, ends = (np.empty((len(wanted), self.config.hidden_size), np.float32) for _ in range(2))
         batch = BatchStruct(
             num_rows=len(rows.tokens_M),
-            num_wanted=num_wanted,
+            num_wanted=len(wanted),
             table_stride=tables.shape[1],
             tokens=rows.tokens_M.ctypes.data,
             positions=rows.slots_M.ctypes.data,

@@ -10,17 +10,20 @@ from tests.engine.speculative.tiny_heads import ReferenceDrafts
 
 
 class Judged(Proposer):
-    """A head's drafter, whose every draft is noted; what is verified in their place is right more often."""
+    """A head's drafter, whose every draft is noted.
 
-    def __init__(self, drafter: Proposer, verified: Proposer) -> None:
+    What `verified` drafts may be computed in their place, which is right more often.
+    """
+
+    def __init__(self, drafter: Proposer, verified: Proposer | None = None) -> None:
         self._drafter, self._verified = drafter, verified
-        self.is_free = drafter.is_free
         self.drafts: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     def propose(self, sequences: SequenceOf[Sequence], num_tokens: SequenceOf[int]) -> list[Draft]:
-        for sequence, draft in zip(sequences, self._drafter.propose(sequences, num_tokens), strict=True):
+        drafts = self._drafter.propose(sequences, num_tokens)
+        for sequence, draft in zip(sequences, drafts, strict=True):
             self.drafts[tuple(sequence.tokens)] = draft.token_ids
-        return self._verified.propose(sequences, num_tokens)
+        return drafts if self._verified is None else self._verified.propose(sequences, num_tokens)
 
     def ended(self, sequence: Sequence) -> None:
         self._drafter.ended(sequence)
@@ -29,9 +32,14 @@ class Judged(Proposer):
 def judge(engine: Engine, prompts: list[list[int]], expected: list[list[int]]) -> Judged:
     """Have an engine verify known drafts, one in four of whose tokens is wrong, and note those of its head."""
     KnowingProposer.answers = dict(zip(map(tuple, prompts), expected, strict=True))
+    return note(engine, KnowingProposer())
+
+
+def note(engine: Engine, verified: Proposer | None = None) -> Judged:
+    """Note the drafts of an engine's head; `verified` are computed in their place, if given."""
     speculator = engine.speculator
     assert speculator is not None
-    judged = Judged(speculator._proposer, KnowingProposer())  # pyright: ignore[reportPrivateUsage]
+    judged = Judged(speculator._proposer, verified)  # pyright: ignore[reportPrivateUsage]
     speculator._proposer = judged  # pyright: ignore[reportPrivateUsage]
     return judged
 

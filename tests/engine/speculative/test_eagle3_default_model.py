@@ -9,6 +9,7 @@ from checkpoint import open_checkpoint
 from checkpoint.huggingface.eagle3_folder import open_eagle3, shipped_head
 from engine.loader import load_engine
 from tests.engine.driving import answers, greedy, settings
+from tests.engine.speculative.judged_drafts import note
 from tools.eagle3.target import TargetModel
 from tools.eagle3.writing import Conversations
 
@@ -28,29 +29,13 @@ def prompts() -> list[list[int]]:
     return talk.encode([talk.render([{"role": "user", "content": text}]) for text in PROMPTS])
 
 
-def note_drafts(engine) -> dict[tuple[int, ...], tuple[int, ...]]:
-    """Note what the engine's head drafts, by the tokens before."""
-    noted: dict[tuple[int, ...], tuple[int, ...]] = {}
-    proposer = engine.speculator._proposer
-    propose = proposer.propose
-
-    def noting(sequences, num_tokens):
-        drafts = propose(sequences, num_tokens)
-        for sequence, draft in zip(sequences, drafts, strict=True):
-            noted[tuple(sequence.tokens)] = draft.token_ids
-        return drafts
-
-    proposer.propose = noting
-    return noted
-
-
 @pytest.mark.timeout(600)
 def test_it_drafts_what_the_formulas_say_and_its_drafts_are_accepted(prompts):
     """Each draft equals the reference's, and answers are those without; again behind prefix hits."""
     checkpoint = open_checkpoint()
     plain = answers(load_engine(settings(num_threads=2)), prompts, greedy(MAX_TOKENS))
     engine = load_engine(settings(num_threads=2, speculate="eagle3", adapts_drafts=False))
-    noted = note_drafts(engine)
+    noted = note(engine).drafts
     assert answers(engine, prompts, greedy(MAX_TOKENS)) == plain
     first, drafts = engine.stats(), dict(noted)
     assert 1 + sum(first.num_accepted_by_place) / first.num_drafts > 1.8
@@ -80,13 +65,13 @@ def test_it_drafts_what_the_formulas_say_and_its_drafts_are_accepted(prompts):
 @pytest.mark.timeout(600)
 def test_preemption_leaves_acceptance_as_it_is(prompts):
     undisturbed = load_engine(settings(num_threads=2, speculate="eagle3", adapts_drafts=False))
-    drafts = note_drafts(undisturbed)
+    drafts = note(undisturbed).drafts
     plain = answers(undisturbed, prompts, greedy(MAX_TOKENS))
     nbytes = 11 * undisturbed.layout.block_nbytes
     engine = load_engine(
         settings(num_threads=2, speculate="eagle3", adapts_drafts=False, kv_cache_nbytes=nbytes, prefix_cache=False)
     )
-    noted = note_drafts(engine)
+    noted = note(engine).drafts
     assert answers(engine, prompts, greedy(MAX_TOKENS)) == plain
     assert engine.stats().num_preemptions > 0
     for tokens in noted.keys() & drafts.keys():

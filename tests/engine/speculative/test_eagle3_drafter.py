@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from bench.models.transformers_oracle import greedy as oracle_greedy
 from checkpoint import open_checkpoint
 from contracts.errors import ConfigError
+from engine.cpu.eagle3.head_rows import HeadRows
 from engine.engine import Engine
 from engine.loader import load_engine
 from tests.engine.driving import answers, greedy, random_prompts, settings
@@ -39,6 +40,20 @@ def head(target: tuple[Path, PreTrainedModel], tmp_path_factory: pytest.TempPath
 def engine_of(folder: Path, head: Path, **changes: Any) -> Engine:
     chosen: dict[str, Any] = {"draft_tokens": DRAFT_TOKENS, "adapts_drafts": False} | changes
     return load_engine(settings(model=str(folder), speculate=str(head), **chosen))
+
+
+def count_writes(engine: Engine) -> list[int]:
+    """Note how many slots each pass of the head writes behind which nothing is drafted."""
+    drafter: Any = engine.speculator._proposer  # pyright: ignore[reportPrivateUsage, reportOptionalMemberAccess]
+    written: list[int] = []
+    write = drafter._head.write
+
+    def counting(rows: HeadRows) -> None:
+        written.append(len(rows.tokens_M))
+        write(rows)
+
+    drafter._head.write = counting
+    return written
 
 
 @pytest.mark.parametrize("kind", HEADS)
@@ -89,8 +104,10 @@ def test_a_request_that_does_without_leaves_no_gap_for_those_behind(target, head
     (prompt,) = random_prompts(VOCAB, [40])
     expected = oracle_greedy(model, prompt, 60)
     engine = engine_of(folder, head)
+    written = count_writes(engine)
     assert answers(engine, [prompt], greedy(40, speculate=False)) == [expected[:40]]
     assert engine.stats().num_drafts == 0
+    assert written == [39, 8, 16], "the prompt at once, then a pass for each block that ends"
     longer = prompt + expected[:38]
     judged = judge(engine, [longer], [expected[38:]])
     assert answers(engine, [longer], greedy(20)) == [expected[38:58]]
