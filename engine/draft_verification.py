@@ -59,9 +59,9 @@ class DraftVerification:
         going_on = [sequence for sequence in batch.sampling if not sequence.handoff]
         return any(batch.drafts) or self._speculator.awaits(going_on)
 
-    def record_step(self, num_rows: int, span_s: float, is_ahead: bool) -> None:
-        """Learn from a step of so many rows, all of answers."""
-        self._speculator.record_step(num_rows, span_s, is_ahead)
+    def record_step(self, num_rows: int, span_s: float, is_ahead: bool, drafting_s: float) -> None:
+        """Learn from a step of so many rows, all of answers, and of what its drafts took of it."""
+        self._speculator.record_step(num_rows, span_s, is_ahead, drafting_s)
 
     def _accepts(self, sequence: Sequence, draft: Draft, place: int) -> bool:
         """Return whether the newest token is the one that the draft has in this place."""

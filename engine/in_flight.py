@@ -32,7 +32,7 @@ class InFlightBatch:
 
     `sampling`: whose next token this batch says, and `drafts`: what is verified of each of them, empty where there is
     nothing. `masks`: None as long as they can't be worked out, since tokens before are being drawn. `began_s`: when the
-    host began on it.
+    host began on it; `scheduling_s`: what it took to choose the chunks, drafts among them.
     """
 
     started: tuple[Started, ...]
@@ -45,6 +45,7 @@ class InFlightBatch:
     drafts: SequenceOf[Draft]
     kind: Kind
     began_s: float
+    scheduling_s: float = 0.0
 
     @property
     def is_done(self) -> bool:

@@ -98,6 +98,7 @@ class StepPipeline:
         batch = self._scheduler.schedule(self._table.count(Status.RESERVED))
         if not batch.chunks:
             return None
+        scheduling_s = self._clock() - began_s
         self._blocks.on_launched()
         started = tuple(Started(s.request_id, s.num_computed, s.load_s) for s in batch.started)
         for start in started:
@@ -112,7 +113,7 @@ class StepPipeline:
         drafts = [chunk.draft for chunk in chunks if chunk.samples]
         self._pacer.record_launch(self._clock() - began_s)
         return InFlightBatch(
-            started, chunks, done, computed, failed, masks, sampling, drafts, kind_of(chunks), began_s
+            started, chunks, done, computed, failed, masks, sampling, drafts, kind_of(chunks), began_s, scheduling_s
         )  # fmt: skip
 
     def _log_batch(self, batch: Batch) -> None:
@@ -211,7 +212,8 @@ class StepPipeline:
             return
         if batch.computed.pending_tokens is not None and not is_ahead and completed_s is not None:
             span_s = now_s - completed_s
-        self._verification.record_step(sum(chunk.num_rows for chunk in batch.chunks), span_s, is_ahead)
+        num_rows = sum(chunk.num_rows for chunk in batch.chunks)
+        self._verification.record_step(num_rows, span_s, is_ahead, batch.scheduling_s)
 
     def _settle(self, sequence: Sequence) -> list[Ended]:
         """End the answer after a token, or hold it for its handoff, or leave it running."""

@@ -20,18 +20,12 @@ MAX_STRENGTH = 16
 class Tally:
     """Tokens that were tried and right, and how many were expected to be; the older count less."""
 
-    tried: float = 0.0
     right: float = 0.0
     expected: float = 0.0
 
     def add(self, is_right: bool, expected: float) -> None:
-        self.tried = self.tried * DECAY + 1.0
         self.right = self.right * DECAY + is_right
         self.expected = self.expected * DECAY + expected
-
-    def right_share(self, prior_tried: float, prior_rate: float) -> float:
-        """Return the share of tried tokens that were right, as if so many had been tried before."""
-        return (self.right + prior_tried * prior_rate) / (self.tried + prior_tried)
 
 
 class AcceptanceRates:
@@ -43,7 +37,6 @@ class AcceptanceRates:
 
     def __init__(self) -> None:
         self._by_strength: defaultdict[int, Tally] = defaultdict(Tally)
-        self._overall = Tally()
         self._by_sequence: WeakKeyDictionary[Sequence, Tally] = WeakKeyDictionary()
 
     def chances(self, sequence: Sequence, draft: Draft) -> list[float]:
@@ -56,16 +49,6 @@ class AcceptanceRates:
             chances.append(together)
         return chances
 
-    def foretold(self, sequence: Sequence, num_tokens: int) -> list[float]:
-        """Return the same for a draft that is not made yet, by how many were right so far.
-
-        Those of this sequence count most.
-        """
-        tally = self._by_sequence.get(sequence)
-        rate = self._overall.right_share(PRIOR_TRIED, PRIOR_RATE)
-        own = rate if tally is None else tally.right_share(OWN_PRIOR, rate)
-        return [own**place for place in range(1, num_tokens + 1)]
-
     def record(self, sequence: Sequence, draft: Draft, num_accepted: int) -> None:
         """Learn from a verified draft: the tokens behind the first wrong one were not tried."""
         rate = self._rate(draft)
@@ -74,7 +57,6 @@ class AcceptanceRates:
             is_right, likelihood = place < num_accepted, draft.likelihood(place)
             self._by_strength[_strength(draft)].add(is_right, likelihood)
             own.add(is_right, rate * likelihood)
-            self._overall.add(is_right, likelihood)
 
     def _rate(self, draft: Draft) -> float:
         tally = self._by_strength[_strength(draft)]

@@ -21,8 +21,6 @@ class NgramProposer:
     It keeps nothing: a search takes microseconds.
     """
 
-    is_free = True
-
     def propose(self, sequences: SequenceOf[Sequence], num_tokens: SequenceOf[int]) -> list[Draft]:
         return [_lookup(sequence, count) for sequence, count in zip(sequences, num_tokens, strict=True)]
 

@@ -60,12 +60,7 @@ NO_DRAFT = Draft()
 
 
 class Proposer(Protocol):
-    """A source of drafts. What it keeps of a sequence it finds by the sequence, and forgets with it.
-
-    `is_free`: a draft takes next to no time beside a step. Else no more is asked for than seems to pay.
-    """
-
-    is_free: bool
+    """A source of drafts. What it keeps of a sequence it finds by the sequence, and forgets with it."""
 
     def propose(self, sequences: SequenceOf[Sequence], num_tokens: SequenceOf[int]) -> list[Draft]:
         """Return a draft of at most so many tokens for each sequence, of none where there is no guess.

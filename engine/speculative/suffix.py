@@ -32,8 +32,6 @@ _NO_TOKEN = np.array([-1], np.int32)
 class SuffixProposer:
     """What requests of one cache salt were answered helps others of the same salt, and nobody else."""
 
-    is_free = True
-
     def __init__(self) -> None:
         self._earlier: OrderedDict[str, np.ndarray] = OrderedDict()
 

@@ -35,8 +35,6 @@ class Eagle3Drafter:
     target's is, and prefix hits, preemption and replays find it.
     """
 
-    is_free = False
-
     def __init__(self, head: Eagle3Head, cache: DraftCache) -> None:
         self._head, self._cache = head, cache
         self._size = cache.kv.layout.block_size

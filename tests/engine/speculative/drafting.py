@@ -29,7 +29,6 @@ class KnowingProposer:
 
     answers: ClassVar[dict[tuple[int, ...], list[int]]] = {}
     wrong = 0.25
-    is_free = True
     vocab = 320
 
     def __init__(self) -> None:
