@@ -44,7 +44,7 @@ from engine.scheduler.scheduler import Scheduler, SchedulerLimits
 from engine.sequence import Status
 from engine.sequence_table import SequenceTable
 from engine.settings import EngineSettings
-from engine.speculative.choice import is_head, speculator_of
+from engine.speculative.choice import head_name, speculator_of
 from engine.stats import engine_stats
 from engine.step_pipeline import StepPipeline
 from engine.stop_check import StopCheck
@@ -71,7 +71,7 @@ class Engine:
         self.max_model_len = max_model_len
         max_mixed_tokens = min(settings.max_mixed_tokens or budget, budget)
         self.capacity_tokens = cache.num_blocks * cache.layout.block_size
-        drafting = backend.drafting if is_head(settings.speculate) else None
+        drafting = None if head_name(settings.speculate) is None else backend.drafting
         self.runner, self.sampler = backend.runner if drafting is None else drafting.runner, sampler
         self._cache, self._close = cache, backend.close
         emptied = ignore_emptied if drafting is None else drafting.drafter.emptied

@@ -39,6 +39,7 @@ _log = logging.getLogger(__name__)
 class RandomProposer:
     """Drafts of `length` random tokens, made before."""
 
+    length = 3
 
     def __init__(self) -> None:
         tokens = np.random.default_rng(3).integers(0, 100_000, (1024, 3)).tolist()

@@ -6,6 +6,7 @@ from engine.speculative.ngram import NgramProposer
 from engine.speculative.proposer import Proposer
 from engine.speculative.speculator import Speculator
 from engine.speculative.suffix import SuffixProposer
+from engine.speculative.suffix_first import SuffixFirstProposer
 
 OFF, AUTO = "off", "auto"
 PROPOSERS: dict[str, type[Proposer]] = {"ngram": NgramProposer, "suffix": SuffixProposer}
@@ -15,6 +16,8 @@ MAX_DRAFT_ROWS = 192
 """What a step on a GPU may compute of drafts: three tokens each of 64 answers, beyond which few rows pay."""
 EAGLE3 = "eagle3"
 """The name of the head that comes with the package for the model; any other head is named by its folder, with a /."""
+SUFFIX_FIRST = "suffix+"
+"""What stands before a head's name for drafts from texts where these have a long match."""
 
 
 def speculator_of(settings: EngineSettings, max_model_len: int, drafter: Proposer | None) -> Speculator | None:
@@ -27,8 +30,11 @@ def speculator_of(settings: EngineSettings, max_model_len: int, drafter: Propose
         return None
     if settings.draft_tokens < 1:
         raise ConfigError(f"draft_tokens is {settings.draft_tokens}; a draft has 1 token at least: speculate=off")
-    proposer = drafter if is_head(name) else PROPOSERS[name]()
-    assert proposer is not None, f"the backend was loaded without the head {name}"
+    if head_name(name) is None:
+        proposer = PROPOSERS[name]()
+    else:
+        assert drafter is not None, f"the backend was loaded without the head {name}"
+        proposer = SuffixFirstProposer(drafter) if name.startswith(SUFFIX_FIRST) else drafter
     return Speculator(proposer, settings.draft_tokens, max_model_len, settings.adapts_drafts)
 
 
@@ -42,9 +48,10 @@ def max_draft_rows(settings: EngineSettings) -> int:
     return min(settings.max_num_seqs * settings.draft_tokens, MAX_DRAFT_ROWS)
 
 
-def is_head(speculate: str) -> bool:
-    """Return whether this names a head, which has weights."""
-    return speculate == EAGLE3 or "/" in speculate
+def head_name(speculate: str) -> str | None:
+    """Return which head is to draft, EAGLE3 or a folder; None for none."""
+    name = speculate.removeprefix(SUFFIX_FIRST)
+    return name if name == EAGLE3 or "/" in name else None
 
 
 def proposer_name(speculate: str, device: str) -> str | None:
@@ -52,9 +59,12 @@ def proposer_name(speculate: str, device: str) -> str | None:
     is_cpu = device == "cpu"
     if speculate == OFF or (speculate == AUTO and not is_cpu):
         return None
-    if speculate != AUTO and speculate not in PROPOSERS and not is_head(speculate):
-        known = ", ".join((AUTO, OFF, *PROPOSERS, EAGLE3))
-        raise ConfigError(f"speculate is '{speculate}'; it may be {known}, or the folder of a head, with a /")
-    if not is_cpu and is_head(speculate):
+    if speculate != AUTO and speculate not in PROPOSERS and head_name(speculate) is None:
+        known = ", ".join((AUTO, OFF, *PROPOSERS, EAGLE3, SUFFIX_FIRST + EAGLE3))
+        raise ConfigError(
+            f"speculate is '{speculate}'; it may be {known}, or the folder of a head, with a /, or {SUFFIX_FIRST} and "
+            "this folder"
+        )
+    if not is_cpu and head_name(speculate) is not None:
         raise ConfigError(f"speculate is '{speculate}' on {device}; heads draft on the CPU only: take suffix")
     return AUTO_PROPOSER if speculate == AUTO else speculate

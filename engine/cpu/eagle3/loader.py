@@ -15,7 +15,7 @@ from engine.model_loader.checkpoint_weights import WeightSource
 from engine.model_loader.decoder_tensors import ModelTensors
 from engine.model_loader.eagle3_tensors import Eagle3Tensors
 from engine.settings import EngineSettings
-from engine.speculative.choice import EAGLE3, PROPOSERS, is_head
+from engine.speculative.choice import EAGLE3, PROPOSERS, head_name
 
 _log = logging.getLogger(__name__)
 
@@ -49,9 +49,10 @@ def open_head(settings: EngineSettings, checkpoint: Checkpoint, target: KVLayout
 
     Raises ConfigError, which names the field, for a head that is not there or does not fit.
     """
-    if not is_head(settings.speculate):
+    name = head_name(settings.speculate)
+    if name is None:
         return None
-    folder = open_eagle3(_folder_of(settings.speculate, checkpoint), checkpoint.config)
+    folder = open_eagle3(_folder_of(name, checkpoint), checkpoint.config)
     num_layers = checkpoint.config.num_layers
     if num_layers in folder.config.aux_layers:
         raise ConfigError(
@@ -62,9 +63,9 @@ def open_head(settings: EngineSettings, checkpoint: Checkpoint, target: KVLayout
     return DraftHead(folder, draft_layout(target, folder.config, weights_fingerprint(folder.path)))
 
 
-def _folder_of(speculate: str, checkpoint: Checkpoint) -> Path:
-    if speculate != EAGLE3:
-        return Path(speculate)
+def _folder_of(name: str, checkpoint: Checkpoint) -> Path:
+    if name != EAGLE3:
+        return Path(name)
     folder = shipped_head(checkpoint.name)
     if folder is None:
         raise ConfigError(

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from engine.speculative.ngram import MAX_NGRAM, MIN_NGRAM, NgramProposer
 from engine.speculative.proposer import Draft, Proposer
 from engine.speculative.suffix import MAX_EARLIER_TOKENS, SuffixProposer
+from engine.speculative.suffix_first import MIN_MATCH, SuffixFirstProposer
 from tests.engine.speculative.drafting import sequence_of
 
 TEXTS = st.lists(st.integers(0, 4), min_size=1, max_size=60)
@@ -98,3 +99,26 @@ def test_every_guess_of_suffix_occurred_behind_such_an_ending(tokens, earlier, c
             for text in (*earlier, [*tokens, found.token_ids[0]])
             for at in range(len(text))
         )
+
+
+class HeadOfNines(Proposer):
+    """Guesses nines of every answer that it is asked for."""
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+
+    def propose(self, sequences, num_tokens) -> list[Draft]:
+        self.num_asked += len(sequences)
+        return [Draft((9,) * count, 1) for count in num_tokens]
+
+    def ended(self, sequence) -> None:
+        """It keeps nothing."""
+
+
+def test_a_head_is_asked_for_the_answers_alone_whose_text_says_little():
+    head = HeadOfNines()
+    copied = list(range(20, 20 + MIN_MATCH))
+    texts = [[*copied, 7, 8, 9, *copied], [1, 2, 3, 4, 1, 2], [1, 2, 3]]
+    drafts = SuffixFirstProposer(head).propose([sequence_of(text) for text in texts], [3, 2, 1])
+    assert [draft.token_ids for draft in drafts] == [(7, 8, 9), (9, 9), (9,)]
+    assert head.num_asked == 2
