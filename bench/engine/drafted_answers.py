@@ -1,6 +1,6 @@
 """The check that greedy answers with drafts are those of transformers on the same weights.
 
-`python -m bench.engine.drafted_answers [--drafters ngram suffix] [--prompts 64] [--tokens 128] [--transfers shm,tcp]`
+`python -m bench.engine.drafted_answers [--drafters ngram eagle3] [--prompts 64] [--tokens 128] [--transfers shm,tcp]`
 
 Prompts are of the kinds of bench.engine.speculation_texts, filled up with those of bench.engine.agreement. Each drafter
 answers all of them with every draft verified whole: one at a time, in batches, again with prefix hits, with prompts in
@@ -34,8 +34,9 @@ from engine.engine import Engine
 from engine.loader import load_engine
 from engine.messages import EngineRequest
 from engine.settings import EngineSettings
+from engine.speculative.choice import EAGLE3, SUFFIX_FIRST
 
-DRAFTERS = ("ngram", "suffix")
+DRAFTERS = ("ngram", "suffix", EAGLE3, SUFFIX_FIRST + EAGLE3)
 GRAMMAR = LLMatcher.grammar_from_regex(r"([A-Z][a-z]{2,9}( [a-z]{1,9}){2,12}\. ){40}")
 NUM_GUIDED = 16
 LARGE, SMALL = 1 << 29, 800
@@ -127,7 +128,7 @@ def _alone(base: EngineSettings, drafter: str, asked: Ids, expected: Ids, guided
 def _engine(base: EngineSettings, drafter: str, changes: dict[str, int | bool]) -> Engine:
     chosen = replace(base, speculate=drafter, **changes)
     if chosen.kv_cache_nbytes == 0:
-        layout = load_engine(replace(base, kv_cache_nbytes=1 << 26)).layout
+        layout = load_engine(replace(base, speculate=drafter, kv_cache_nbytes=1 << 26)).layout
         num_blocks = SMALL // layout.block_size
         chosen = replace(chosen, kv_cache_nbytes=num_blocks * layout.block_nbytes, max_model_len=SMALL)
     return load_engine(chosen)

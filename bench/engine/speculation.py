@@ -1,7 +1,7 @@
 """The benchmark of speculative decoding on a CPU, beside the same build without it.
 
 `python -m bench.engine.speculation [--out FILE] [--rounds 3] [--kinds chat "code edit"] [--skip-acceptance]
-[--drafters ngram suffix eagle3]`
+[--drafters ngram suffix eagle3 suffix+eagle3]`
 
 Answers are greedy, to prompts of five kinds (bench.engine.speculation_texts), and the same in every run: that is
 checked. Acceptance length is the tokens that a drafted step gives, its own included, with every draft verified whole.
@@ -33,11 +33,11 @@ from engine.messages import EngineRequest
 from engine.scheduler.batch import ScheduledChunk
 from engine.sequence import Sequence as EngineSequence
 from engine.settings import EngineSettings
-from engine.speculative.choice import EAGLE3
+from engine.speculative.choice import EAGLE3, SUFFIX_FIRST, head_name
 from engine.speculative.proposer import Draft
 
 MAX_TOKENS, NUM_STREAMS = 128, 16
-DRAFTERS = ("ngram", "suffix", EAGLE3)
+DRAFTERS = ("ngram", "suffix", EAGLE3, SUFFIX_FIRST + EAGLE3)
 DRAFT_CONTEXT = 128
 LENGTHS = (1, 2, 3, 5)
 CONTEXTS, NUM_ROWS, NUM_STEPS = (128, 1024), range(1, 7), 24
@@ -73,10 +73,10 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     args = _arguments()
     checkpoint = open_checkpoint(args.model)
-    drafters = [name for name in args.drafters if name != EAGLE3 or shipped_head(checkpoint.name)]
+    drafters = [name for name in args.drafters if head_name(name) is None or shipped_head(checkpoint.name)]
     settings = EngineSettings(
         model=args.model, dtype=args.dtype, prefix_cache=False, num_threads=args.threads,
-        speculate=EAGLE3 if EAGLE3 in drafters else "off",
+        speculate=EAGLE3 if any(map(head_name, drafters)) else "off",
     )  # fmt: skip
     backend = load_cpu_backend(settings, checkpoint, lambda *_: None)
     tokenizer = checkpoint.tokenizer()
