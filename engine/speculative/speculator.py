@@ -179,7 +179,7 @@ class Speculator:
         return [int(place == likeliest) for place in range(len(chances))]
 
     def _step_s(self, num_answers: int) -> Callable[[int], float]:
-        """Return the seconds of a step by its rows, with those that its drafts have taken; 0.0 if none is known."""
+        """Return the seconds of a step by its rows, those of its drafts among them; 0.0 if none is known."""
         drafting_s = self._drafting_s.get(size_class(num_answers), 0.0)
         return lambda num_rows: drafting_s + known_s if (known_s := self._times.step_s(num_rows)) else 0.0
 

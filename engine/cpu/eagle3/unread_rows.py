@@ -1,4 +1,4 @@
-"""The target's rows of a sequence's newest tokens, as long as a head has not written what it makes of them."""
+"""The target's rows of tokens that a head has yet to read."""
 
 from dataclasses import dataclass, field
 
