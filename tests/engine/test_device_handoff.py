@@ -88,7 +88,7 @@ def test_a_prepared_first_step_lacks_only_its_token(folder, handing, length, mon
     (prompt,) = random_prompts(VOCAB, (length,), seed=length)
     told = lands("a", prompt, greedy(8))
     worked_out = []
-    for name in ("decode_rows", "block_tables"):
+    for name in ("decode_rows", "decode_tables"):
         monkeypatch.setattr(runner, name, lambda *args, name=name: worked_out.append(name))
     adopted(target, told, "a")
     flight = target.pipeline.launch(StepObserver())
