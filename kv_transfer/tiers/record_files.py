@@ -83,19 +83,22 @@ class RecordFiles:
     def read(self, places: Sequence[str], into: Sequence[memoryview]) -> Iterator[int]:
         """Yield the bytes of each record as it is read into its buffer.
 
-        Raises OSError at the first that can't be read.
+        Raises OSError at the first that can't be read, after all before it, though it was opened ahead of them.
         """
-        files: list[int] = []
+        files: list[int | OSError] = []
         try:
             for index in range(len(places)):
                 while len(files) < min(index + _READ_AHEAD, len(places)):
-                    files.append(self._open(places[len(files)]))
-                yield os.readv(files[index], [into[index]])
+                    files.append(self._open_or_error(places[len(files)]))
+                if isinstance(file := files[index], OSError):
+                    raise file
+                yield os.readv(file, [into[index]])
                 with suppress(OSError):  # of a disk that is read only
-                    os.utime(files[index])  # the order in which a later start finds them
+                    os.utime(file)  # the order in which a later start finds them
         finally:
             for file in files:
-                os.close(file)
+                if isinstance(file, int):
+                    os.close(file)
 
     def remove(self, place: str) -> None:
         """Remove a record; one that is gone already is no error."""
@@ -127,6 +130,12 @@ class RecordFiles:
         """Return the names in the folder that are no records."""
         paths = (path for path in self.folder.iterdir() if path.suffix != ".lock")
         return sorted(path.name for path in paths if not (path.is_dir() and _VERSION.fullmatch(path.name)))
+
+    def _open_or_error(self, place: str) -> int | OSError:
+        try:
+            return self._open(place)
+        except OSError as error:
+            return error
 
     def _open(self, place: str) -> int:
         if self._is_direct:

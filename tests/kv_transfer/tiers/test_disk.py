@@ -253,6 +253,18 @@ def test_a_file_that_somebody_removed_is_a_miss(tmp_path: Path):
     tier.close()
 
 
+def test_a_file_that_is_missing_behind_others_is_the_one_that_is_forgotten(tmp_path: Path):
+    """It is opened ahead of those before it, which are good, and read and kept all the same."""
+    tier, keys = open_tier(tmp_path), [key_of(number) for number in range(8)]
+    assert all(store(tier, number) for number in range(8))
+    next(path for path in files_in(tmp_path) if path.name.startswith(key_of(5).hex())).unlink()
+    assert len(tier.load(keys, buffers(8))) == 5
+    assert tier.is_on and tier.lookup(keys) == 5 and len(files_in(tmp_path)) == 7
+    assert store(tier, 5)
+    assert len(tier.load(keys, buffers(8))) == 8
+    tier.close()
+
+
 def test_the_size_of_a_file_is_limited(tmp_path: Path):
     """RLIMIT_FSIZE stands for a quota: writing fails in the middle of a record."""
     script = (
