@@ -259,7 +259,9 @@ class Dispatcher:
             level = logging.INFO if event.code in (Overloaded.code, RequestError.code) else logging.WARNING
             log.log(level, "%s failed on %s: %s: %s", event.request_id, worker_id, event.code, event.message)
             event = for_clients(event)
-        if event.epoch < live.epoch or live.has_given_up(event.epoch):
+        # A source whose migration was given up keeps the answer, and is told so by the answer itself.
+        is_given_up = live.has_given_up(event.epoch) and not isinstance(event, Failed)
+        if event.epoch < live.epoch or is_given_up:
             self._on_stray(worker_id, event, "placed again")
         try:
             actions = live.on_event(worker_id, event, time.monotonic())
@@ -271,14 +273,17 @@ class Dispatcher:
     def _on_stray(self, worker_id: WorkerId, event: Event, reason: str) -> None:
         """Send one more cancel to a worker that still tells tokens of what has ended, or went elsewhere.
 
-        Tokens are on their way for a moment, or for ever: a cancel can be lost, or come before its job.
+        Tokens are on their way for a moment, or for ever: a cancel can be lost, or come before its job. A source in
+        doubt says that a migration has failed until it is told what became of it, and so is answered each time.
         """
         key = (worker_id, event.request_id, event.epoch)
-        if not isinstance(event, Tokens) or key in self._stale_events or self._is_stopping:
+        is_answered = isinstance(event, Tokens) and key in self._stale_events
+        if not isinstance(event, Tokens | Failed) or is_answered or self._is_stopping:
             return
-        self._stale_events[key] = None
-        if len(self._stale_events) > MAX_STALE_EVENTS:
-            del self._stale_events[next(iter(self._stale_events))]
+        if isinstance(event, Tokens):
+            self._stale_events[key] = None
+            if len(self._stale_events) > MAX_STALE_EVENTS:
+                del self._stale_events[next(iter(self._stale_events))]
         if ref := self.workers.ref(worker_id):
             self._spawn(self._send_cancel(ref, Cancel(event.request_id, event.epoch, reason)))
 
@@ -310,6 +315,8 @@ class Dispatcher:
         self.num_duplicates += sequencer.num_duplicates
         if reason:
             self._send_cancels(live.workers, Cancel(live.request_id, live.route.epoch, reason))
+        if live.left:
+            self._send_cancels(list(live.left), Cancel(live.request_id, live.route.epoch, "the answer has moved"))
         # Not the route's epoch: while it is placed again, the claim may be taken, and its answer lost.
         self._spawn(self._finish(live.request_id, live.epoch, end))
 

@@ -47,7 +47,8 @@ class InflightRequest:
     `is_orphaned`: who sends its KV was lost, prefill after its token or the source of a migration; the receiver has it
     all, or the answer goes on elsewhere.
     `migration`: from where to where it moves now, under the epoch of the route; until that is decided, what its source
-    tells counts. `left`: from where it has moved. `newest_epoch`: the latest that a migration had.
+    tells counts. `has_moved`: since this attempt began. `left`: from where, of those that have not said yet that they
+    know; they keep it paused until they are told. `newest_epoch`: the latest that a migration had.
     `is_migration_placed`: a place for one is being asked for. `migrate_after_s`: when the next one may be tried.
     """
 
@@ -61,7 +62,8 @@ class InflightRequest:
     decoder: WorkerId | None = None
     is_orphaned: bool = False
     migration: Route | None = None
-    left: WorkerRef | None = None
+    has_moved: bool = False
+    left: tuple[WorkerRef, ...] = ()
     newest_epoch: int = 0
     is_migration_placed: bool = False
     migrate_after_s: float = 0.0
@@ -81,9 +83,12 @@ class InflightRequest:
 
     def on_event(self, worker_id: WorkerId, event: Event, now: float) -> list[Action]:
         """Take what a worker tells of this answer. Raises whatever its tokens can't be read for."""
-        if self.left is not None and self.left.worker_id == worker_id and isinstance(event, Failed):
+        former = [ref for ref in self.left if ref.worker_id == worker_id]
+        if former and isinstance(event, Failed) and event.epoch == self.epoch:
             # It does not know that the destination has the answer.
-            return [CancelAttempt([self.left], Cancel(self.request_id, self.route.epoch, "the answer has moved"))]
+            return [CancelAttempt(former, Cancel(self.request_id, event.epoch, "the answer has moved"))]
+        if isinstance(event, Moved):
+            self.left = tuple(ref for ref in self.left if ref not in former)
         actions = self._on_migration(worker_id, event)
         if isinstance(event, Moved):
             return actions
@@ -164,10 +169,11 @@ class InflightRequest:
         self.tries.num_attempts += 1
         self.tries.refusers += place.faults
         given_up = self.give_up_migration("placed again")
-        left = CancelAttempt(self.workers, Cancel(self.request_id, self.route.epoch, "placed again"))
+        left = CancelAttempt([*self.workers, *self.left], Cancel(self.request_id, self.route.epoch, "placed again"))
         waits = self.is_begun and not self.answer.sequencer.has_first
         self.answer.restart(Epoch(max(self.route.epoch, self.newest_epoch) + 1))
-        self.decoder, self.left, self.is_orphaned, self.is_moving = None, None, False, True
+        self.decoder, self.is_orphaned, self.is_moving = None, False, True
+        self.has_moved, self.left = False, ()
         return [*given_up, left, PlaceAgain(error, waits, is_replay)]
 
     def on_placed(self, route: Route) -> list[Action]:
@@ -239,7 +245,7 @@ class InflightRequest:
         """Take what became of the jobs of a migration. What ended it meanwhile may have overtaken them."""
         if self.migration is route:
             return [] if error is None else self.give_up_migration(f"its jobs were not taken: {error}")
-        if self.left == route.prefill and self.route.epoch == route.epoch:
+        if self.route.epoch == route.epoch:  # it has moved already
             return []
         return migration_cancels(route, "given up before it began")
 
@@ -298,15 +304,17 @@ class InflightRequest:
             cancel = CancelMigration(self.request_id, event.epoch, "the answer goes on at its source")
             return [CancelAttempt(sources, cancel)] if sources else []
         if has_left or (event.epoch == route.epoch and not isinstance(event, Failed)):
-            return self._go_on_at_destination(route)
+            return self._go_on_at_destination(route, former=() if has_left else (route.prefill,))
         if event.epoch == route.epoch and isinstance(event, Failed):
             return self.give_up_migration(event.message)
         return []
 
-    def _go_on_at_destination(self, route: Route) -> list[Action]:
+    def _go_on_at_destination(self, route: Route, former: tuple[WorkerRef, ...]) -> list[Action]:
+        """Count it from now on as of the destination; `former`: the source, unless it has told of it."""
         self.answer.migrate(route.epoch)
         here = route.decode
-        self.route, self.migration, self.left = Route(self.request_id, route.epoch, here, here), None, route.prefill
+        self.route, self.migration, self.has_moved = Route(self.request_id, route.epoch, here, here), None, True
+        self.left = (*(ref for ref in self.left if ref != here), *former)
         self.decoder, self.is_orphaned = here.worker_id, False
         self.answer.servers = {"prefill": here.worker_id, "decode": here.worker_id}
         return [EndMigration(route, is_moved=True)]
@@ -350,7 +358,7 @@ class InflightRequest:
             case Failed() if event.code in HANDOFF_FAULTS:
                 # The teller knows of a dead peer before the registry does. One that has none ends the answer.
                 others = [ref.worker_id for ref in self.workers if ref.worker_id != teller]
-                if self.left is not None:  # the destination took the answer, and can't go on with it
+                if self.has_moved:  # the destination took the answer, and can't go on with it
                     others = [teller]
                 return dict.fromkeys(others, by_code(event.code, event.message))
         return {}

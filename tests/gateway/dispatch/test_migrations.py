@@ -134,7 +134,7 @@ async def test_so_many_move_at_once_and_no_more(prompting: Prompting):
     async with moving(answers, order_of(1.0), is_lasting=True) as (mover, places):
         await async_until(lambda: len(places.asked) == MAX_AT_ONCE, SOON_S)
         moved = next(live for live in answers if live.migration is not None)
-        route, moved.migration, moved.left = moved.migration, None, A
+        route, moved.migration = moved.migration, None
         assert route is not None
         moved.decoder = C.worker_id
         mover.ended(moved, route, is_moved=True)

@@ -346,6 +346,29 @@ def test_a_source_in_doubt_whose_answer_has_moved_lets_it_go(prompting):
     assert isinstance(last, CancelAttempt) and last.workers == [WORKERS[1]] and last.cancel.epoch == 2
 
 
+def test_each_source_that_has_not_said_that_it_knows_is_told_at_the_end(prompting):
+    run = begun(prompting)
+    run.migrated(1, 0)
+    run.migrate(0, 1)
+    run.migrated(1, 0)
+    assert run.live.left == (WORKERS[1], DESTINATIONS[0]), "whichever came later"
+    run.perform(run.live.on_event(WORKERS[1].worker_id, Moved(R, Epoch(1)), run.now))
+    assert run.live.left == (DESTINATIONS[0],) and run.live.workers == [DESTINATIONS[1]]
+    run.failed(1, 0)
+    run.left(0, 0)
+    (cancel,) = [action for action in run.actions if isinstance(action, CancelAttempt) and action.cancel.epoch == 3]
+    assert cancel.workers == [DESTINATIONS[1], DESTINATIONS[0]] and run.live.left == (), "before it is placed again"
+
+
+def test_an_answer_that_moves_back_fails_there_as_a_move_and_not_as_what_was_left(prompting):
+    run = begun(prompting)
+    run.migrated(1, 0)
+    back = Route(R, run.live.take_epoch(), DESTINATIONS[0], WORKERS[1])
+    assert run.live.on_migration_placed(back)
+    run.perform(run.live.on_event(WORKERS[1].worker_id, Failed(R, back.epoch, "unavailable", "no room"), run.now))
+    assert run.live.migration is None and run.live.workers == [DESTINATIONS[0]] and run.live.left == (WORKERS[1],)
+
+
 def check(run: Run) -> None:
     live = run.live
     ends = [delta for delta in run.deltas if delta.finish is not None or delta.failed is not None]
