@@ -23,6 +23,11 @@ from contracts.ids import BlockId, Epoch, RequestId
 from contracts.kv_loss import EXACT
 from contracts.request import WorkerRef
 
+MAX_MOVED_TOKENS = 1024
+"""The most tokens of an answer that Fin carries: those since its migration was asked for."""
+MAX_MOVED_NBYTES = MAX_MOVED_TOKENS * 330
+"""The most bytes that they take: with the 20 alternatives that a client may ask for, one takes at most 23 + 20 * 15."""
+
 
 class Offer(msgspec.Struct, frozen=True, omit_defaults=True, tag="offer"):
     """The announcement that `num_tokens` of KV will come.
@@ -151,7 +156,7 @@ class Fin(msgspec.Struct, frozen=True, omit_defaults=True, tag="fin"):
     """The end of what is sent, with the token to go on after.
 
     After an offer that is a bound, `num_tokens` of KV came, and `drawn` are the answer's tokens between the job's and
-    `first`, in order.
+    `first`, in order. Together they are no more than MAX_MOVED_TOKENS and MAX_MOVED_NBYTES.
     """
 
     request_id: RequestId

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from contracts.errors import TandemError
-from contracts.handoff import Abort, AbortAck, HandoffMessage
+from contracts.handoff import MAX_MOVED_NBYTES, Abort, AbortAck, HandoffMessage
 from contracts.ids import Incarnation, WorkerId
 from contracts.kv_loss import EXACT
 from contracts.layout import KVLayout
@@ -278,7 +278,7 @@ class Link(ABC):
 
     def _go_up(self, sock: socket.socket, theirs: Terms) -> ControlConnection:
         settings = self.parts.settings
-        limit = FRAME_MAX_NBYTES + GRANT_PAGE_NBYTES * theirs.num_blocks
+        limit = FRAME_MAX_NBYTES + max(MAX_MOVED_NBYTES, GRANT_PAGE_NBYTES * theirs.num_blocks)
         control = ControlConnection(sock, settings.heartbeat_s, settings.silence_s, limit, self._poll_timeout_s)
         with self._lock:
             if self._failure is not None:

@@ -5,8 +5,9 @@ from collections.abc import Callable
 
 import pytest
 
+from contracts import codec
 from contracts.events import Token
-from contracts.handoff import ChunkHeader, Commit, Fin, Grant, Offer, PullReady
+from contracts.handoff import MAX_MOVED_NBYTES, MAX_MOVED_TOKENS, ChunkHeader, Commit, Fin, Grant, Offer, PullReady
 from contracts.ids import BlockId, Epoch, RequestId
 from kv_transfer.data_path.grant import GrantTable
 from kv_transfer.data_path.pull_sender import PullSender
@@ -76,6 +77,19 @@ def test_the_kv_of_a_running_answer_arrives_and_the_rest_of_its_pages_stays_as_i
     assert prefill.message(Commit, "r").num_chunks == 3
     assert pages_equal(prefill, [1, 2, 3, 4], decode, [20, 21, 22, 23])
     assert (decode.pool[:, 24:26] == before[:, 24:26]).all()
+
+
+def test_a_fin_of_as_many_tokens_as_it_may_have_arrives(make_peer: Callable[..., Peer]):
+    """Each with all alternatives that a client may ask for, and numbers as long as they get."""
+    prefill, decode = make_peer("prefill"), make_peer("decode")
+    prefill.node.offer(decode.ref, Offer(*KEY, BOUND, LAYOUT.layout_id, is_bound=True))
+    decode.message(Offer, "r")
+    longest = (1 << 32) - 1
+    drawn = [Token(longest, longest, -0.1, [(longest, -0.1)] * 20) for _ in range(MAX_MOVED_TOKENS)]
+    assert len(codec.encode(drawn)) <= MAX_MOVED_NBYTES
+    fin = Fin(*KEY, 0, drawn[0], 0, SKIP, drawn[1:])
+    prefill.node.finish(decode.name, fin)
+    assert decode.message(Fin, "r") == fin
 
 
 def test_what_decode_has_yet_to_fetch_of_a_running_answer_is_on_its_way(

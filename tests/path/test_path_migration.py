@@ -337,6 +337,23 @@ def replace_route(job: Job, name: str, source: Worker, destination: Worker) -> R
     return Route(RequestId(name), Epoch(2), source.ref, destination.ref)
 
 
+def test_an_answer_whose_tokens_do_not_fit_a_message_stays(
+    pair: Movers, expected: dict[str, list[Token]], monkeypatch: pytest.MonkeyPatch
+):
+    """A message that is longer than the peer reads would end the link, and every handoff on it."""
+    monkeypatch.setattr(migration_source, "MAX_MOVED_NBYTES", 8)
+    a, b = pair.workers
+    job = pair.begin("drawn", a)
+    pair.until(lambda: pair.has("drawn", 20))
+    pair.move(job, a, b)
+    pair.until(lambda: pair.of(Failed, "drawn", 2))
+    assert "do not fit a message" in pair.of(Failed, "drawn", 2)[0].message
+    pair.until(lambda: pair.is_over("drawn"))
+    assert is_same(pair.tokens("drawn"), expected["drawn"])
+    pair.until(pair.is_clean)
+    assert a.node.stats()[0].state == "up"
+
+
 def test_a_destination_without_room_is_given_up(pair: Movers, expected: dict[str, list[Token]]):
     a, b = pair.workers
     with pytest.raises(OutOfBlocks):

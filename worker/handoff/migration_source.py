@@ -8,8 +8,10 @@ itself. After Fin the destination may have committed, so the gateway, which read
 import logging
 from dataclasses import dataclass
 
+from contracts import codec
 from contracts.errors import TandemError, TransferError, Unavailable
 from contracts.events import Token
+from contracts.handoff import MAX_MOVED_NBYTES, MAX_MOVED_TOKENS
 from contracts.ids import RequestId, WorkerId
 from contracts.request import Job
 from engine.engine import Engine
@@ -23,8 +25,6 @@ from worker.handoff.outgoing import OutgoingHandoff, OutgoingHandoffs
 
 log = logging.getLogger(__name__)
 
-MAX_TOKENS_ON_THE_WAY = 1024
-"""The most tokens that an answer may get while it moves. The destination reserves pages for so many."""
 MIGRATION_TIMEOUT_S = 10.0
 """The seconds within which a migration has sent all, or ends."""
 REPORT_PERIOD_S = 1.0
@@ -178,8 +178,11 @@ class MigrationSource:
         return tokens
 
     def _most_tokens(self, job: Job) -> int:
-        """Return how much KV the answer may have when it is paused. The newest token has none."""
-        num_left = min(job.sampling.max_tokens - job.num_answered, MAX_TOKENS_ON_THE_WAY)
+        """Return how much KV the answer may have when it is paused. The newest token has none.
+
+        The destination reserves pages for so many.
+        """
+        num_left = min(job.sampling.max_tokens - job.num_answered, MAX_MOVED_TOKENS)
         most_tokens = min(len(job.token_ids) + num_left, self._engine.max_model_len) - 1
         if most_tokens < len(job.token_ids):
             raise Unavailable("the answer to be moved is about to end")
@@ -213,6 +216,9 @@ class MigrationSource:
             elif migration.tokens and not migration.handoff.has_queued() and exports.pause(migration.key):
                 migration.paused_s = now
         if migration.paused_s is not None and (tail := exports.tail(migration.key)):
+            if len(codec.encode(migration.tokens)) > MAX_MOVED_NBYTES:
+                self._give_up(migration, "the log-probabilities of the tokens it got meanwhile do not fit a message")
+                return
             if tail.chunk is not None:
                 migration.handoff.on_chunk(tail.chunk, now)
             migration.handoff.on_tail(migration.tokens, tail.num_tokens, now)
