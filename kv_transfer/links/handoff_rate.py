@@ -10,6 +10,10 @@ Key = tuple[RequestId, Epoch]
 MEMORY = 0.9  # a handoff counts half after six more
 MIN_SPREAD = 0.25
 """The variance of sizes over their squared mean from which on latency is told from rate: of one size and its triple."""
+MIN_COUNT = 5.0
+"""The sum of weights from which on it is: seven handoffs."""
+MIN_ERRORS = 3.0
+"""How many standard errors above zero the slope must be: else it may be that of noise, and its inverse any number."""
 
 
 @dataclass(slots=True)
@@ -28,6 +32,7 @@ class _Sums:
     seconds: float = 0.0
     nbytes_squared: float = 0.0
     nbytes_seconds: float = 0.0
+    seconds_squared: float = 0.0
 
     def add(self, nbytes: int, seconds: float) -> None:
         self.count = MEMORY * self.count + 1
@@ -35,6 +40,7 @@ class _Sums:
         self.seconds = MEMORY * self.seconds + seconds
         self.nbytes_squared = MEMORY * self.nbytes_squared + nbytes * nbytes
         self.nbytes_seconds = MEMORY * self.nbytes_seconds + nbytes * seconds
+        self.seconds_squared = MEMORY * self.seconds_squared + seconds * seconds
 
     @property
     def nbytes_per_s(self) -> float:
@@ -44,15 +50,27 @@ class _Sums:
         variance = self.count * self.nbytes_squared - self.nbytes**2
         covariance = self.count * self.nbytes_seconds - self.nbytes * self.seconds
         has_latency = variance * self.seconds > covariance * self.nbytes  # the line meets zero bytes above zero seconds
-        if variance < MIN_SPREAD * self.nbytes**2 or covariance <= 0 or not has_latency:
-            return self.nbytes / self.seconds
-        return variance / covariance
+        is_spread = self.count >= MIN_COUNT and variance >= MIN_SPREAD * self.nbytes**2
+        if is_spread and covariance > 0 and has_latency and self._is_significant(variance, covariance):
+            return variance / covariance
+        return self.nbytes / self.seconds
+
+    def _is_significant(self, variance: float, covariance: float) -> bool:
+        """Return whether the slope is MIN_ERRORS of its standard errors above zero.
+
+        The error's square is `residual / (count - 2) / variance` in these units, where `residual` is what the line
+        leaves of the variance of seconds.
+        """
+        of_seconds = self.count * self.seconds_squared - self.seconds**2
+        residual = of_seconds - covariance**2 / variance
+        return covariance**2 * (self.count - 2) > MIN_ERRORS**2 * residual * variance
 
 
 class HandoffRate:
     """The line of seconds by bytes through finished handoffs (least squares). Safe to use from any thread.
 
-    Its slope is the rate: what each takes however small it is says nothing of how long a large one takes.
+    Its slope is the rate: what each takes however small it is says nothing of how long a large one takes. Where noise
+    hides the slope, it is bytes over seconds, which latency makes slower than the link.
 
     The seconds of a handoff are those in which one of its chunks was being sent, and those from the last chunk to
     Commit; waiting for prefill to compute the next chunk does not count. Times are those of one monotonic clock.

@@ -1,8 +1,11 @@
 """What a worker tells placement about its transfers, from handoffs that finished."""
 
+import random
 from collections.abc import Callable
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from contracts.handoff import Abort, Commit, Fin, Grant, Offer
 from contracts.ids import BlockId, Epoch, RequestId
@@ -58,6 +61,18 @@ def test_what_each_handoff_takes_however_small_is_no_rate() -> None:
     for nbytes in (50_000, 2_000_000) * 40:  # then it is slower
         _finish(rate, nbytes, 0.002 + nbytes / 1e8)
     assert rate.nbytes_per_s == pytest.approx(1e8, rel=0.01)
+
+
+@given(st.integers(0, 1 << 30), st.floats(1e8, 1e11), st.floats(0.0, 0.1))
+def test_noise_of_the_latency_makes_no_link_much_faster_or_slower_than_it_is(seed: int, true: float, noise: float):
+    """Of handoffs of 1 and 4 MiB that take 5 ms beside: the inverse of a slope of noise is any number."""
+    rate, rng, nbytes, seconds = HandoffRate(), random.Random(seed), 0.0, 0.0
+    for _ in range(40):
+        size = rng.choice((1 << 20, 4 << 20))
+        span_s = rng.uniform(1 - noise, 1 + noise) * 0.005 + size / true
+        _finish(rate, size, span_s)
+        nbytes, seconds = 0.9 * nbytes + size, 0.9 * seconds + span_s
+        assert nbytes / seconds * (1 - 1e-9) <= rate.nbytes_per_s <= 3 * true
 
 
 @pytest.mark.parametrize(
