@@ -95,4 +95,5 @@ def _sequence(request: EngineRequest) -> Sequence:
         cache_salt=request.cache_salt,
         num_answered=request.num_answered,
         accepted_loss=request.loss,
+        late_s=request.late_s,
     )

@@ -18,7 +18,8 @@ class EngineRequest:
 
     Lower `priority`: sooner. Cached prefixes are shared with requests of the same `cache_salt` only. The last
     `num_answered` of `token_ids` are computed as prompt and count as answer: they were drawn elsewhere. `loss`: of the
-    cached KV that it may use where there is none that is exact, see contracts.kv_loss.
+    cached KV that it may use where there is none that is exact, see contracts.kv_loss. `late_s`: the seconds that it
+    has waited for KV of other workers, less what computing what came would have taken; tiers may add the less then.
     """
 
     request_id: RequestId
@@ -29,6 +30,7 @@ class EngineRequest:
     cache_salt: str = ""
     num_answered: int = 0
     loss: str = EXACT
+    late_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,7 @@ def missing_prefix(sequence: Sequence, block_size: int) -> PrefixLoad | None:
         digests=digests[first:last],
         blocks=sequence.blocks[first:last],
         loss=sequence.accepted_loss,
+        late_s=sequence.late_s,
     )
 
 

@@ -35,7 +35,8 @@ class Sequence:
 
     Of the prompt's log-probabilities the first `num_scored` are told, or were not asked for.
 
-    `load_s`: the seconds that it waited for KV from lower tiers before it started.
+    `late_s`: by how much it was behind computing as it came, see EngineRequest. `load_s`: the seconds that it waited
+    for KV from lower tiers before it started.
 
     The last `num_pending` tokens (none or one) are being drawn by the device: their ids mean nothing yet.
 
@@ -52,6 +53,7 @@ class Sequence:
         cache_salt: str = "",
         num_answered: int = 0,
         accepted_loss: str = EXACT,
+        late_s: float = 0.0,
     ) -> None:
         self.request_id = request_id
         self.sampling = sampling
@@ -75,7 +77,7 @@ class Sequence:
         self.loss, self.first_inexact = EXACT, 0
         self.num_scored = self.num_prompt if sampling.prompt_logprobs is None else 1  # nothing foretells token 0
         self.started = False
-        self.load_s = 0.0
+        self.late_s, self.load_s = late_s, 0.0
         self.draw_key: int | None = None
 
     @property

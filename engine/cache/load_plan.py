@@ -80,7 +80,7 @@ class LoadBudget:
     It grows by what computing the loaded blocks would have taken, so that a load which falls behind ends early: what is
     missing then is computed, and loading and computing together take at most MAX_DELAY_SHARE longer than computing all.
     Where a peer would send the blocks, its link takes the place of computing, with `attention_tokens` infinite: each
-    token takes as long as another.
+    token takes as long as another. `late_s`: by how much the prompt is behind computing already as the load begins.
     """
 
     first_token: int
@@ -88,15 +88,16 @@ class LoadBudget:
     block_size: int
     tokens_per_s: float
     attention_tokens: float = ATTENTION_TOKENS
+    late_s: float = 0.0
 
     @property
     def slack_s(self) -> float:
-        """Return how far a load may be behind computing, in seconds."""
-        return MAX_DELAY_SHARE * self._compute_s(self.num_tokens - self.first_token)
+        """Return how far a load may be behind computing, in seconds; 0.0 if the prompt has used that up."""
+        return max(0.0, MAX_DELAY_SHARE * self.compute_s(self.num_tokens - self.first_token) - self.late_s)
 
     def limit_s(self, num_loaded: int) -> float:
         """Return after how many seconds a load is given up that has filled so many blocks."""
-        return self.slack_s + self._compute_s(num_loaded * self.block_size)
+        return self.slack_s + self.compute_s(num_loaded * self.block_size)
 
     def plan(self, offers: Iterable[TierOffer], next_token: int) -> LoadPlan:
         """Return what to load of the blocks from `next_token` on, see `plan_load`."""
@@ -106,7 +107,8 @@ class LoadBudget:
         """Return how many blocks to read at once, where each takes `block_s`: a batch uses half of the slack."""
         return max(1, min(MAX_BATCH, int(self.slack_s / 2 / block_s)))
 
-    def _compute_s(self, num_tokens: int) -> float:
+    def compute_s(self, num_tokens: int) -> float:
+        """Return how long computing the first `num_tokens` of the wanted ones takes, in seconds."""
         return compute_seconds(self.first_token, num_tokens, self.tokens_per_s, self.attention_tokens)
 
 
@@ -173,7 +175,7 @@ class PrefixLoad:
 
     `digests` and `blocks`, of equal length, are those behind its prefix hit, from `first_token` on; `parent` is the
     digest before them, None at the prompt's start. `num_tokens`: of the prompt. `loss`: of the KV that may be loaded
-    where there is none that is exact, see contracts.kv_loss.
+    where there is none that is exact, see contracts.kv_loss. `late_s`: see LoadBudget.
     """
 
     request_id: RequestId
@@ -183,6 +185,7 @@ class PrefixLoad:
     digests: Sequence[bytes]
     blocks: Sequence[int]
     loss: str = EXACT
+    late_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -84,6 +84,19 @@ def test_loading_and_computing_the_rest_take_a_tenth_longer_than_computing_at_mo
     assert budget.limit_s(num_loaded) + rest_s <= (1 + MAX_DELAY_SHARE) * whole_s * (1 + 1e-9)
 
 
+@given(st.integers(0, 4000), st.integers(1, 4000), st.floats(1.0, 1e5), st.floats(0.0, 2 * MAX_DELAY_SHARE), st.data())
+def test_what_a_prompt_has_waited_for_a_peer_is_of_the_same_tenth(
+    first_token: int, num_new: int, rate: float, late: float, data: st.DataObject
+):
+    whole_s = compute_seconds(first_token, num_new, rate)
+    budget = LoadBudget(first_token, first_token + num_new, 16, rate, late_s=late * whole_s)
+    num_loaded = data.draw(st.integers(0, num_new // 16))
+    rest_s = compute_seconds(first_token + num_loaded * 16, num_new - num_loaded * 16, rate)
+    total_s = budget.late_s + budget.limit_s(num_loaded) + rest_s
+    assert total_s <= (1 + max(late, MAX_DELAY_SHARE)) * whole_s * (1 + 1e-9)
+    assert (budget.slack_s > 0) == (late < MAX_DELAY_SHARE) or late == pytest.approx(MAX_DELAY_SHARE)
+
+
 def test_blocks_that_a_peer_would_send_are_loaded_where_its_link_is_slower():
     """Wherever they are in the prompt: a link takes as long for a late token as for an early one."""
     for first_token in (0, 16_000):

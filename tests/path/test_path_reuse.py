@@ -14,11 +14,13 @@ from contracts.layout import KVGroup
 from contracts.node import WorkerRole
 from contracts.request import Cancel, Job, Route
 from contracts.sampling import SamplingParams
+from engine.cache.load_plan import MAX_DELAY_SHARE
 from engine.sequence import Status
 from tests.e2e.tiny import save_tiny
 from tests.path.cores import DEADLINE_S, GATEWAY, Worker
 from tests.waiting import until
 from worker.core.peer_prefixes import PeerPrefixes
+from worker.core.role_handler import AttemptId, attempt_key
 from worker.messages import CoreFrame, Work
 
 pytestmark = pytest.mark.slow
@@ -195,11 +197,18 @@ def test_a_peer_that_does_not_answer_is_given_up(pool: Pool) -> None:
     prompt = first_turn(pool)
     pool.tokens_per_s = 1000.0
     pool.silent = {WorkerRole.MIXED}
-    pool.ask(second_turn(pool, prompt), until=lambda: is_computing(pool))
+    job = second_turn(pool, prompt)
+    pool.ask(job, until=lambda: is_computing(pool))
     assert pool.counters()["kv_peer_given_up"] == 1
+    late_s = pool.workers[WorkerRole.PREFILL].engine.sequences[attempt_key(*_id(job))].late_s
+    assert late_s >= MAX_DELAY_SHARE * len(prompt) / 1000, "tiers here may not take their tenth as well"
     pool.silent = set()
     pool.ask(pool.job(NEXT, pool.workers[WorkerRole.MIXED], pool.workers[WorkerRole.MIXED]))
     pool.assert_clean()
+
+
+def _id(job: Job) -> AttemptId:
+    return job.request_id, job.epoch
 
 
 def is_computing(pool: Pool) -> bool:

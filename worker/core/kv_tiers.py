@@ -88,7 +88,8 @@ class KVTiers:
 
     def begin(self, load: PrefixLoad) -> bool:
         """Begin a load if a tier in this machine holds what pays, or a store may; see LowerTiers."""
-        if self._begin(load, LoadPurpose.PROMPT, self._compute_budget(load)):
+        budget = self._compute_budget(load)
+        if budget.slack_s > 0 and self._begin(load, LoadPurpose.PROMPT, budget):
             return True
         self._counts["missed_prompts"] += 1
         self._counts["missed_blocks"] += len(load.digests)
@@ -291,7 +292,8 @@ class KVTiers:
         return self._tokens_per_s() or GUESSED_TOKENS_PER_S
 
     def _compute_budget(self, load: PrefixLoad) -> LoadBudget:
-        return LoadBudget(load.first_token, load.num_tokens, self._layout.block_size, self._rate())
+        size = self._layout.block_size
+        return LoadBudget(load.first_token, load.num_tokens, size, self._rate(), late_s=load.late_s)
 
     def _block_compute_s(self, first_token: int) -> float:
         return compute_seconds(first_token, self._layout.block_size, self._rate())

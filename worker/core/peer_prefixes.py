@@ -67,7 +67,7 @@ class PeerPrefixes:
             digests = chain_hashes(job.token_ids, size, (len(job.token_ids) - 1) // size, root)
         except OverflowError:  # of 32 bits: the engine refuses such tokens in words
             digests = []
-        if not self._puller.begin(attempt, digests, now, lambda: self._resume(attempt)):
+        if not self._puller.begin(attempt, digests, now, lambda saved_s: self._resume(attempt, now, saved_s)):
             self._hand_on(attempt, now)
 
     def drop(self, attempt: Attempt, reason: str, now: float) -> None:
@@ -129,10 +129,11 @@ class PeerPrefixes:
     def _next_role(self, job: Job) -> RoleHandler | None:
         return next((role for role in self._roles if role.accepts(job)), None)
 
-    def _resume(self, attempt: Attempt) -> None:
+    def _resume(self, attempt: Attempt, began_s: float, saved_s: float) -> None:
         """Hand on an attempt whose pull has ended, unless it is over itself."""
         if self._attempts.of(attempt.key) is not attempt:
             return
+        attempt.late_s = max(0.0, self._clock() - began_s - saved_s)
         try:
             self._hand_on(attempt, self._clock())
         except TandemError as error:

@@ -56,7 +56,7 @@ DEVICE_PACE = PullPace(2e10, 0.004, 0.005)
 class Pull:
     """The blocks of a prompt that were asked for, from `first_token` on.
 
-    `chunks`: how much of them is here.
+    `chunks`: how much of them is here. `saved_s`: how long computing those that entered the cache would have taken.
     """
 
     id: AttemptId
@@ -68,7 +68,8 @@ class Pull:
     cache_salt: str
     priority: int
     loss: str
-    then: Callable[[], None] | None
+    then: Callable[[float], None] | None
+    saved_s: float = 0.0
     offer: Offer | None = None
     reservation: Reservation | None = None
     chunks: ChunkOrder = field(default_factory=ChunkOrder)
@@ -99,10 +100,11 @@ class PrefixPuller:
         names = ("loads", "hit_blocks", "bytes_out", "load_seconds", "refused", "given_up", "failed", "quarantined")
         self._counters = {f"kv_peer_{name}": 0.0 for name in names}
 
-    def begin(self, attempt: Attempt, digests: Sequence[bytes], now: float, then: Callable[[], None]) -> bool:
+    def begin(self, attempt: Attempt, digests: Sequence[bytes], now: float, then: Callable[[float], None]) -> bool:
         """Ask the route's source for the blocks of `digests` that are not cached here, if that pays.
 
-        Returns whether it was asked; then `then` is called once, when the pull has ended, unless it is dropped.
+        Returns whether it was asked; then `then` is called once, when the pull has ended, unless it is dropped. It is
+        told how many seconds of computing were saved.
         """
         job, size = attempt.job, self._engine.layout.block_size
         source, held = job.route.source, self._engine.prefix_exports.count(digests, attempt.loss)
@@ -290,6 +292,7 @@ class PrefixPuller:
         """Enter what has come into the prefix cache, and go on with the prompt."""
         if pull.reservation is not None:
             num_saved = self._engine.incoming_writer_ended(pull.key, pull.chunks.next_token)
+            pull.saved_s = pull.budget.compute_s(num_saved)
             self._counters["kv_peer_loads"] += num_saved > 0
             self._counters["kv_peer_hit_blocks"] += num_saved // self._engine.layout.block_size
             self._counters["kv_peer_bytes_out"] += pull.chunks.nbytes
@@ -316,7 +319,7 @@ class PrefixPuller:
     def _go_on(self, pull: Pull) -> None:
         then, pull.then = pull.then, None
         if then is not None:
-            then()
+            then(pull.saved_s)
 
 
 def _request(pull: Pull, num_tokens: int) -> EngineRequest:

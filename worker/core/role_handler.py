@@ -31,7 +31,7 @@ class Attempt:
     times up to the first token. `longest_step_s` and `longest_step_kind`: the longest engine step since its first
     token, none while the kind is empty.
     `recent`: the newest tokens that were sent to the gateway. `loss`: of cached KV that a prompt may use which is
-    computed here, see contracts.kv_loss.
+    computed here, see contracts.kv_loss. `late_s`: see EngineRequest.
     """
 
     job: Job
@@ -45,6 +45,7 @@ class Attempt:
     longest_step_kind: StepKind | Literal[""] = ""
     recent: deque[Token] = field(default_factory=lambda: deque(maxlen=MAX_RECENT_TOKENS))
     loss: str = EXACT
+    late_s: float = 0.0
 
     @property
     def taken_s(self) -> float:
@@ -72,6 +73,7 @@ class Attempt:
             cache_salt=job.cache_salt,
             num_answered=job.num_answered,
             loss=self.loss if loss is None else loss,
+            late_s=self.late_s,
         )
 
     def is_first(self, token: Token) -> bool:

@@ -3,6 +3,7 @@
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,18 @@ from kv_transfer.chunks.block_record import VERSION, max_record_nbytes
 from kv_transfer.tiers.host_memory import HostMemoryTier
 from kv_transfer.tiers.remote_store import open_remote_store
 from tests.engine.driving import drain, greedy, request, settings, tokens_of
-from tests.worker.core.tier_rig import PROMPTS, answer, cached_tokens, disk, host, join, settled, small_engine
+from tests.worker.core.tier_rig import (
+    PROMPTS,
+    Clock,
+    answer,
+    cached_tokens,
+    disk,
+    host,
+    join,
+    settled,
+    slack_s,
+    small_engine,
+)  # fmt: skip
 from worker.core.kv_tiers import KVTiers
 
 pytestmark = pytest.mark.slow
@@ -179,6 +191,17 @@ def test_a_tier_that_hangs_costs_no_more_than_computing_and_can_be_cancelled(fol
     engine.release(request("b", PROMPTS[1], greedy()).request_id)
     assert not engine.has_work() and engine.stats().free_tokens == engine.capacity_tokens
     engine.check()
+    tier.may_go.set()
+    tiers.close()
+
+
+def test_a_prompt_that_has_waited_its_tenth_for_a_peer_waits_for_no_tier(folder: Path, expected: list):
+    engine = small_engine(folder)
+    tier, clock = HungTier(max_record_nbytes(engine.layout)), Clock()
+    tiers = join(engine, tier, clock=clock)
+    engine.submit(replace(request("late", PROMPTS[0], greedy()), late_s=slack_s(PROMPTS[0])))
+    assert tokens_of(drain(engine), "late") == expected[0]
+    assert not tier.was_asked.is_set() and tiers.counters()["kv_missed_prompts"] == 1
     tier.may_go.set()
     tiers.close()
 
