@@ -65,7 +65,7 @@ def test_what_each_handoff_takes_however_small_is_no_rate() -> None:
 
 @given(st.integers(0, 1 << 30), st.floats(1e8, 1e11), st.floats(0.0, 0.1))
 def test_noise_of_the_latency_makes_no_link_much_faster_or_slower_than_it_is(seed: int, true: float, noise: float):
-    """Of handoffs of 1 and 4 MiB that take 5 ms beside: the inverse of a slope of noise is any number."""
+    """The inverse of a slope of noise is any number: handoffs of 1 and 4 MiB take 5 ms beside."""
     rate, rng, nbytes, seconds = HandoffRate(), random.Random(seed), 0.0, 0.0
     for _ in range(40):
         size = rng.choice((1 << 20, 4 << 20))
