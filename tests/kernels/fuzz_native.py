@@ -3,13 +3,15 @@
 `python -m tests.kernels.fuzz_native [--seconds 60] [--seed 0]`
 
 Each case has a seed of its own, which is printed where it fails: `--seed N --seconds 0` runs it alone. A case takes an
-instruction set that this CPU has, up to TANDEM_CPU_KERNELS, and a number of threads.
+instruction set that this CPU has, up to TANDEM_CPU_KERNELS, and a number of threads. Products of quantized matrices are
+computed with the others too, which must give the same bits.
 """
 
 import argparse
 import os
 import sys
 import time
+from collections.abc import Sequence
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES
@@ -45,12 +47,13 @@ def run_case(kernels: NativeKernels, seed: int) -> None:
     """Run the case of a seed. Raises AssertionError for a result that is not the reference's."""
     rng = np.random.default_rng(seed)
     best = os.environ.get(LEVEL_VARIABLE) or kernels.best_level
-    level = kernels.set_level(str(rng.choice(LEVELS[: LEVELS.index(best) + 1])))
+    levels = LEVELS[: LEVELS.index(best) + 1]
+    level = kernels.set_level(str(rng.choice(levels)))
     threads = int(rng.integers(1, MOST_THREADS + 1))
     kernels.set_threads(threads)
     try:
         if rng.random() < 0.6:
-            check_product(kernels, rng)
+            check_product(kernels, rng, levels)
         else:
             check_step(kernels, rng)
     except AssertionError as error:
@@ -59,8 +62,8 @@ def run_case(kernels: NativeKernels, seed: int) -> None:
         kernels.set_level(best)
 
 
-def check_product(kernels: NativeKernels, rng: np.random.Generator) -> None:
-    """Multiply random rows by a random matrix, all at once and some by themselves."""
+def check_product(kernels: NativeKernels, rng: np.random.Generator, levels: Sequence[str]) -> None:
+    """Multiply random rows by a random matrix: all at once, some by themselves, with each instruction set."""
     kind = sorted(KINDS)[rng.integers(len(KINDS))]
     block, _ = GGML_QUANT_SIZES[kind]
     n, k = int(rng.integers(1, 150)), max(block, 32) * int(rng.integers(1, 1 + 2048 // max(block, 32)))
@@ -78,6 +81,9 @@ def check_product(kernels: NativeKernels, rng: np.random.Generator) -> None:
     first = int(rng.integers(num_rows))
     some = slice(first, first + int(rng.integers(1, num_rows - first + 1)))
     assert np.array_equal(kernels.linear(matrix, x[some].copy()), found[some]), f"{words}: {some} has other bits alone"
+    for level in levels if kind.name in ROUNDED else ():
+        kernels.set_level(level)
+        assert np.array_equal(kernels.linear(matrix, x), found), f"{words}: {level} has other bits"
 
 
 def random_rows(rng: np.random.Generator, num_rows: int, k: int) -> np.ndarray:

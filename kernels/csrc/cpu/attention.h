@@ -77,7 +77,7 @@ INLINE void score(const float* q, const float* keys, int head_dim, float* scores
     for (int d = 0; d < head_dim; d++, keys += CONTEXT) {
         UNROLL for (int p = 0; p < PARTS; p++) {
             const Floats k = load(keys + W * p);
-            UNROLL for (int r = 0; r < COUNT; r++) sums[r][p] = fma(all(q[r * head_dim + d]), k, sums[r][p]);
+            UNROLL for (int r = 0; r < COUNT; r++) sums[r][p] = mul_add(all(q[r * head_dim + d]), k, sums[r][p]);
         }
     }
     UNROLL for (int r = 0; r < COUNT; r++)
@@ -118,7 +118,7 @@ INLINE void add_values(const float* weights, const float* values, int head_dim, 
         for (int t = 0; t < CONTEXT; t++) {
             const Floats v[2] = {load(values + t * head_dim + d), load(values + t * head_dim + d + W)};
             UNROLL for (int r = 0; r < COUNT; r++)
-                UNROLL for (int p = 0; p < 2; p++) sums[r][p] = fma(all(weights[r * CONTEXT + t]), v[p], sums[r][p]);
+                UNROLL for (int p = 0; p < 2; p++) sums[r][p] = mul_add(all(weights[r * CONTEXT + t]), v[p], sums[r][p]);
         }
         UNROLL for (int r = 0; r < COUNT; r++)
             UNROLL for (int p = 0; p < 2; p++) store(out + r * head_dim + d + W * p, sums[r][p]);

@@ -9,7 +9,7 @@ namespace TANDEM_SET {
 // RMSNorm of `width` floats, a multiple of 16.
 INLINE void normalise(const float* x, const float* gain, int64_t width, float eps, float* out) {
     Floats squares = zeros();
-    for (int64_t i = 0; i < width; i += W) squares = fma(load(x + i), load(x + i), squares);
+    for (int64_t i = 0; i < width; i += W) squares = mul_add(load(x + i), load(x + i), squares);
     const Floats by = all(1.0f / sqrtf(sum(squares) / float(width) + eps));
     for (int64_t i = 0; i < width; i += W) {
         const Floats v = mul(load(x + i), by);

@@ -55,11 +55,14 @@ INLINE void row_tiles(int64_t first, int64_t last, Each&& each) {
     for (; row < last; row++) each(Index<1>{}, row);
 }
 
+// 127 over less is no float32: columns that are all smaller are taken as zero.
+constexpr float LEAST_PEAK = 0x1p-120f;
+
 // Rounds 32 columns to codes of -127 to 127.
 INLINE Group round_group(const Floats* v, int8_t* codes) {
     Floats top = zeros();
     UNROLL for (int i = 0; i < 32 / W; i++) top = max(top, abs(v[i]));
-    const float peak = greatest(top);
+    const float found = greatest(top), peak = found < LEAST_PEAK ? 0.0f : found;
     const float inverse = peak > 0 ? 127.0f / peak : 0.0f, scale = peak / 127.0f;
     int32_t sums[2] = {0, 0};
     UNROLL for (int i = 0; i < 32 / W; i++) {
@@ -327,12 +330,12 @@ INLINE void multiply_plain(const uint8_t* codes, const Rows& x, int64_t row, flo
         for (int64_t i = 0; i + 1 < x.k; i += 2, p += 32 * E::NBYTES) {
             const Floats a = E::at(p), b = E::at(p + 16 * E::NBYTES);
             UNROLL for (int m = 0; m < COUNT; m++) {
-                total[m] = fma(a, all(columns[m * x.k + i]), total[m]);
-                odd[m] = fma(b, all(columns[m * x.k + i + 1]), odd[m]);
+                total[m] = mul_add(a, all(columns[m * x.k + i]), total[m]);
+                odd[m] = mul_add(b, all(columns[m * x.k + i + 1]), odd[m]);
             }
         }
         if (x.k % 2) {
-            UNROLL for (int m = 0; m < COUNT; m++) total[m] = fma(E::at(p), all(columns[m * x.k + x.k - 1]), total[m]);
+            UNROLL for (int m = 0; m < COUNT; m++) total[m] = mul_add(E::at(p), all(columns[m * x.k + x.k - 1]), total[m]);
         }
         UNROLL for (int m = 0; m < COUNT; m++) store(result + 16 * m + W * half, add(total[m], odd[m]));
     }

@@ -21,6 +21,10 @@
 #define UNROLL  // the compiler knows best, and is done in a third of the time
 #endif
 
+#if defined(TANDEM_AVX512) || defined(TANDEM_AVX2) || defined(__FP_FAST_FMAF) || defined(__ARM_FEATURE_FMA)
+#define TANDEM_HAS_FMA
+#endif
+
 namespace TANDEM_SET {
 
 template <int N>
@@ -308,6 +312,25 @@ INLINE float half(uint16_t h) {
     return f;
 }
 
+// a * b + c with one rounding. Where the compiler has no instruction for that, in double, in which the product is exact
+// and the sum is rounded to odd: to float32 it then rounds as the exact sum would (Boldo and Melquiond 2008).
+INLINE float fused(float a, float b, float c) {
+#if defined(TANDEM_HAS_FMA)
+    return __builtin_fmaf(a, b, c);
+#else
+    const double product = double(a) * double(b);
+    double total = product + double(c);
+    const double added = total - product, error = (product - (total - added)) + (double(c) - added);  // Knuth's TwoSum
+    int64_t bits;
+    memcpy(&bits, &total, 8);
+    const bool is_inexact = (error > 0) | (error < 0);
+    const int64_t step = (error > 0) == (total > 0) ? 1 : -1;
+    bits += is_inexact & !(bits & 1) ? step : 0;
+    memcpy(&total, &bits, 8);
+    return float(total);
+#endif
+}
+
 INLINE Floats zeros() { LANES(Floats, 0.0f); }
 INLINE Floats all(float a) { LANES(Floats, a); }
 INLINE Floats load(const float* p) { LANES(Floats, p[i]); }
@@ -316,7 +339,7 @@ INLINE Floats add(Floats a, Floats b) { LANES(Floats, a.v[i] + b.v[i]); }
 INLINE Floats sub(Floats a, Floats b) { LANES(Floats, a.v[i] - b.v[i]); }
 INLINE Floats mul(Floats a, Floats b) { LANES(Floats, a.v[i] * b.v[i]); }
 INLINE Floats div(Floats a, Floats b) { LANES(Floats, a.v[i] / b.v[i]); }
-INLINE Floats fma(Floats a, Floats b, Floats c) { LANES(Floats, a.v[i] * b.v[i] + c.v[i]); }
+INLINE Floats fma(Floats a, Floats b, Floats c) { LANES(Floats, fused(a.v[i], b.v[i], c.v[i])); }
 INLINE Floats max(Floats a, Floats b) { LANES(Floats, a.v[i] > b.v[i] ? a.v[i] : b.v[i]); }
 INLINE Floats min(Floats a, Floats b) { LANES(Floats, a.v[i] < b.v[i] ? a.v[i] : b.v[i]); }
 INLINE Floats abs(Floats a) { LANES(Floats, fabsf(a.v[i])); }
@@ -416,6 +439,16 @@ INLINE void transpose(const void* const* rows, size_t offset, uint32_t* out, siz
 #undef EACH_BYTE
 #endif
 
+// a * b + c with one rounding or two, whichever is fast here: for long sums of floats. `fma` has the same bits
+// everywhere.
+INLINE Floats mul_add(Floats a, Floats b, Floats c) {
+#if defined(TANDEM_HAS_FMA)
+    return fma(a, b, c);
+#else
+    return add(mul(a, b), c);
+#endif
+}
+
 INLINE Floats from_bf16(const void* p) { return as_floats(left<16>(from_u16(p))); }
 // Rounds to nearest, ties to even; NaN is not kept.
 INLINE void to_bf16(void* p, Floats v) {
@@ -429,15 +462,15 @@ INLINE Floats exp(Floats x) {
     const Ints n = to_ints(mul(clamped, all(1.44269504088896341f)));
     const Floats turns = to_floats(n);
     // ln 2 in two parts, the first of which times n is exact (Cody and Waite 1980).
-    Floats r = fma(turns, all(-0.693359375f), clamped);
-    r = fma(turns, all(2.12194440e-4f), r);
+    Floats r = mul_add(turns, all(-0.693359375f), clamped);
+    r = mul_add(turns, all(2.12194440e-4f), r);
     Floats p = all(1.9875691500e-4f);  // the polynomial of Cephes' expf
-    p = fma(p, r, all(1.3981999507e-3f));
-    p = fma(p, r, all(8.3334519073e-3f));
-    p = fma(p, r, all(4.1665795894e-2f));
-    p = fma(p, r, all(1.6666665459e-1f));
-    p = fma(p, r, all(5.0000001201e-1f));
-    p = add(fma(p, mul(r, r), r), all(1.0f));
+    p = mul_add(p, r, all(1.3981999507e-3f));
+    p = mul_add(p, r, all(8.3334519073e-3f));
+    p = mul_add(p, r, all(4.1665795894e-2f));
+    p = mul_add(p, r, all(1.6666665459e-1f));
+    p = mul_add(p, r, all(5.0000001201e-1f));
+    p = add(mul_add(p, mul(r, r), r), all(1.0f));
     const Floats power = as_floats(left<23>(add(n, ints(127))));
     return zero_below(mul(p, power), x, -87.0f);
 }
