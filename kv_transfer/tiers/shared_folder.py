@@ -7,8 +7,8 @@ import errno
 import os
 import shutil
 import uuid
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from contracts.errors import OutOfBlocks, Unavailable
@@ -29,15 +29,33 @@ class SharedFolder:
         self._folder, self._root = folder, folder / f"v{VERSION}"
 
     def count_held(self, keys: Sequence[BlockKey]) -> int:
-        self._require_folder()
-        return next((index for index, key in enumerate(keys) if not self._path(key).exists()), len(keys))
+        with self._checked():
+            return next((index for index, key in enumerate(keys) if not self._path(key).exists()), len(keys))
 
     def get(self, keys: Sequence[BlockKey]) -> list[bytes | None]:
-        self._require_folder()
-        return [self._read(key) for key in keys]
+        with self._checked():
+            return [self._read(key) for key in keys]
 
     def put(self, key: BlockKey, record: memoryview) -> None:
-        self._require_folder()
+        with self._checked():
+            self._put(key, record)
+
+    def delete(self, keys: Sequence[BlockKey]) -> None:
+        for key in keys:
+            with suppress(OSError):  # it will be found faulty again
+                self._path(key).unlink(missing_ok=True)
+
+    def describe(self) -> str:
+        """Return where it is and how much is free; see RecordStore."""
+        with self._checked():
+            if not os.access(self._folder, os.W_OK):
+                raise OutOfBlocks(f"{self._folder} is read only: change its owner or its mount")
+            return f"the folder {self._folder}, {shutil.disk_usage(self._folder).free / 2**30:.1f} GiB free"
+
+    def close(self) -> None:
+        """Do nothing: no file is open between calls."""
+
+    def _put(self, key: BlockKey, record: memoryview) -> None:
         path = self._path(key)
         partial = path.with_suffix(f".{uuid.uuid4().hex}.part")
         try:
@@ -51,22 +69,7 @@ class SharedFolder:
                 partial.unlink()
             if error.errno in _NOT_KEPT:
                 raise OutOfBlocks(str(error)) from error
-            raise Unavailable(str(error)) from error
-
-    def delete(self, keys: Sequence[BlockKey]) -> None:
-        for key in keys:
-            with suppress(OSError):  # it will be found faulty again
-                self._path(key).unlink(missing_ok=True)
-
-    def describe(self) -> str:
-        """Return where it is and how much is free; see RecordStore."""
-        self._require_folder()
-        if not os.access(self._folder, os.W_OK):
-            raise OutOfBlocks(f"{self._folder} is read only: change its owner or its mount")
-        return f"the folder {self._folder}, {shutil.disk_usage(self._folder).free / 2**30:.1f} GiB free"
-
-    def close(self) -> None:
-        """Do nothing: no file is open between calls."""
+            raise
 
     def _read(self, key: BlockKey) -> bytes | None:
         try:
@@ -76,16 +79,19 @@ class SharedFolder:
             return data
         except FileNotFoundError:
             return None
-        except OSError as error:
-            raise Unavailable(str(error)) from error
 
-    def _require_folder(self) -> None:
-        """Raise Unavailable if it is not there.
+    @contextmanager
+    def _checked(self) -> Generator[None, None, None]:
+        """Raise Unavailable if it is not there, or for an error, which a look at a stale mount is, too.
 
         Made anew, a folder that is not mounted would fill the disk below.
         """
-        if not self._folder.is_dir():
-            raise Unavailable(f"{self._folder} is no folder: make or mount it")
+        try:
+            if not self._folder.is_dir():
+                raise Unavailable(f"{self._folder} is no folder: make or mount it")
+            yield
+        except OSError as error:
+            raise Unavailable(str(error)) from error
 
     def _path(self, key: BlockKey) -> Path:
         name = key.hex()

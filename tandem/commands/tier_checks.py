@@ -31,7 +31,10 @@ def check_tiers(options: argparse.Namespace, token_nbytes: int) -> Iterator[Foun
         is_well = options.kv_host_gib <= left
         yield words + ("" if is_well else ", and a worker does not start: lower it"), is_well
     if options.kv_disk:
-        yield _disk(options.kv_disk, options.kv_disk_gib, token_nbytes)
+        try:
+            yield _disk(options.kv_disk, options.kv_disk_gib, token_nbytes)
+        except OSError as error:  # such as that of a mount whose server is gone
+            yield f"kv_disk can't be read: {error}", False
     if options.kv_store:
         yield _store(options.kv_store)
 

@@ -10,6 +10,8 @@ from tandem.commands.tier_checks import add_arguments, check_tiers
 from tests.kv_transfer.tiers.redis_cluster import redis_node
 
 TOKEN_NBYTES = 46_080
+NAME_TOO_LONG = 256 * "a"
+"""Even to look at it is an error, as with a mount whose server is gone."""
 
 
 def found(*arguments: str) -> list[tuple[str, bool]]:
@@ -37,7 +39,9 @@ def test_names_what_can_not_be(tmp_path: Path) -> None:
         (("--kv-disk", str(tmp_path / "file" / "kv")), "is no folder that can be written in"),
         (("--kv-disk", str(tmp_path), "--kv-disk-gib", "1e9"), "lower kv_disk_gib, or make room"),
         (("--kv-store", "s4://bucket"), "it must begin with redis://"),
+        (("--kv-disk", f"/{NAME_TOO_LONG}"), "kv_disk can't be read: [Errno 36] File name too long"),
         (("--kv-store", f"file://{tmp_path}/absent"), "does not answer: "),
+        (("--kv-store", f"file:///{NAME_TOO_LONG}"), "kv_store does not answer: [Errno 36] File name too long"),
         (("--kv-store", f"redis://127.0.0.1:{free_port()}"), "does not answer: ConnectionError"),
     ]:
         ((said, is_well),) = found(*arguments)

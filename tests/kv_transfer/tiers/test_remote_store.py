@@ -217,6 +217,16 @@ def test_a_folder_that_is_not_mounted_is_not_made(tmp_path: Path):
     tier.close()
 
 
+def test_a_folder_that_can_t_be_looked_at_is_left_alone(caplog: pytest.LogCaptureFixture):
+    """A name too long stands for a mount whose server is gone: not only to read it is an error."""
+    tier = open_remote_store(f"file:///{256 * 'a'}")
+    for _ in range(MAX_FAILURES):
+        assert tier.lookup([key_of(1)]) == 0 and not store(tier, 1) and not holds(tier, 1)
+    assert not tier.is_on and tier.stats()["refused_unavailable"] == MAX_FAILURES
+    assert sum("(kv_store) is off: [Errno 36] File name too long" in record.message for record in caplog.records) == 1
+    tier.close()
+
+
 def test_no_server_is_no_error_and_told_once(caplog: pytest.LogCaptureFixture):
     tier = open_remote_store(f"redis+cluster://127.0.0.1:{free_port()}")
     for _ in range(2):

@@ -128,6 +128,27 @@ def test_a_disk_that_hangs_delays_by_the_slack_and_a_worker_ends_all_the_same(
     tiers.close()
 
 
+@needs_fuse
+def test_a_shared_folder_breaks_and_comes_back(
+    folder: Path, below: FaultyDisk, expected: list, caplog: pytest.LogCaptureFixture
+):
+    """No look at it is answered meanwhile, as where the server of a mount is gone."""
+    engine = small_engine(folder)
+    (below.mount / "kv").mkdir()
+    tiers = join(engine, open_remote_store(f"file://{below.mount}/kv"), clock=Clock())
+    fill(engine, tiers)
+    with below.during(DiskState(error=BROKEN)):
+        for index, prompt in enumerate(PROMPTS):
+            assert answer(engine, prompt, f"during {index}") == expected[index]
+            settled(tiers)
+        assert not tiers.gauges()["kv_store_on"]
+        assert tiers.counters()["kv_store_refused_unavailable"] >= 3
+    until(lambda: tiers.gauges()["kv_store_on"])
+    assert cached_tokens(engine, PROMPTS[0], "after") == (96, expected[0])
+    assert log_lines(caplog, "(kv_store) is off") == 1
+    tiers.close()
+
+
 STORE_FAULTS: dict[str, Callable[[Network], AbstractContextManager[None]]] = {
     "cut off": lambda hosts: hosts.cut_off("store"),
     "answers lost": lambda hosts: hosts.dropped("store", ""),
