@@ -102,14 +102,19 @@ class DeviceFiller:
         """Launch the copies of records that are right so far; None if there is none, or the load is over."""
         payloads: list[np.ndarray] = []
         sums: list[np.ndarray] = []
-        for index, (key, (_, record)) in enumerate(zip(keys, held, strict=True), first):
-            stated = self._check.stated_kv_of(record, key, load.loss_of(index, key))
-            if stated is None:
-                break
-            payloads.append(stated[0])
-            sums.append(stated[1])
-        if not sums or not load.begin_writing():
-            self._source.give_back(held)
+        has_begun = False
+        try:
+            for index, (key, (_, record)) in enumerate(zip(keys, held, strict=True), first):
+                stated = self._check.stated_kv_of(record, key, load.loss_of(index, key))
+                if stated is None:
+                    break
+                payloads.append(stated[0])
+                sums.append(stated[1])
+            has_begun = bool(sums) and load.begin_writing()
+        finally:
+            if not has_begun:
+                self._source.give_back(held)
+        if not has_begun:
             return None
         landing = Landing(self._lanes.popleft(), first, keys[: len(sums)], sums, payloads, held)
         try:
@@ -125,7 +130,7 @@ class DeviceFiller:
         try:
             found = landing.lane.wait()
             num_right = _num_equal(found, landing.sums)
-        except DEVICE_ERRORS as error:
+        except Exception as error:  # whatever it is: what waits behind this landing has to be given back, too
             _log.error("KV from the %s tier can't be copied to the GPU: %s", self._check.tier.name, error)
         is_next = load.num_done == landing.first
         self._finish(load, landing, num_right)

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from contracts.errors import TransferError
 from contracts.kv_store import KVStore
 from contracts.layout import KVLayout
 from engine.cache.load_plan import NewBlock
 from engine.cuda.kv.tier_pages import TierPages
 from kv_transfer.chunks.block_record import begin_record, facts_of, seal_record, summed_payload_offset
 from kv_transfer.tiers.record_codec import RecordCodec
+from worker.core.job_faults import JobFaults
 from worker.core.tier_writer import BlockNaming, RecordKeeper, join
 
 MAX_WAITING_BLOCKS = 16384
@@ -56,6 +56,7 @@ class DeviceTierSaver:
         self._new: queue.SimpleQueue[NewBlock | None] = queue.SimpleQueue()
         self._num_offered = self._num_done = 0
         self._is_closed = False
+        self._faults = JobFaults(f"copying KV from the GPU to the {keeper.tier.name} tier")
         self._thread = threading.Thread(target=self._run, name=f"kv-{keeper.tier.name}-copy-out", daemon=True)
         self._thread.start()
 
@@ -82,8 +83,8 @@ class DeviceTierSaver:
         while (batch := self._next_batch()) is not None:
             try:
                 self._save([block for block in batch if self._is_wanted(block)])
-            except (TransferError, RuntimeError):  # CUDA's calls here, and torch's
-                _log.exception("KV can't be copied out of the GPU for the %s tier", self.keeper.tier.name)
+            except Exception as error:
+                self._faults.add(error)
                 self.counts["dropped_blocks"] += len(batch)
             self._num_done += len(batch)
 

@@ -46,7 +46,11 @@ class HostFiller:
         payload = self._check.kv_of(record, key, load.loss_of(index, key))
         if payload is None or not load.begin_writing():
             return False
-        self._pages.write(load.wanted.blocks[index], payload)
-        load.end_writing(index, [key])
+        written: list[BlockKey] = []
+        try:
+            self._pages.write(load.wanted.blocks[index], payload)
+            written.append(key)
+        finally:
+            load.end_writing(index, written)
         self._check.counts["loaded_blocks"] += 1
         return True

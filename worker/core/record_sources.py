@@ -111,15 +111,7 @@ class RecordReader:
         try:
             self._read_ahead(waiting)
             while self._reads and not is_missing:
-                batch: list[HeldRecord] = []
-                while self._reads and len(batch) < size and (not batch or self._reads[0][1].done()):
-                    buffer, read = self._reads.popleft()
-                    sizes = read.result()
-                    if not sizes:
-                        self._free.append(buffer)
-                        is_missing = True
-                        break
-                    batch.append((buffer, self._buffers[buffer][: sizes[0]]))
+                batch, is_missing = self._take(size)
                 if batch:
                     yield batch
                 if not is_missing:
@@ -132,6 +124,25 @@ class RecordReader:
 
     def close(self) -> None:
         self._readers.close()
+
+    def _take(self, size: int) -> tuple[list[HeldRecord], bool]:
+        """Return records that have been read, and whether the one behind them is not there.
+
+        What a read raised is raised; `_drop_reads` frees the buffer of a read that gave nothing.
+        """
+        batch: list[HeldRecord] = []
+        try:
+            while self._reads and len(batch) < size and (not batch or self._reads[0][1].done()):
+                buffer, read = self._reads[0]
+                sizes = read.result()
+                if not sizes:
+                    return batch, True
+                self._reads.popleft()
+                batch.append((buffer, self._buffers[buffer][: sizes[0]]))
+        except Exception:
+            self.give_back(batch)
+            raise
+        return batch, False
 
     def _read_ahead(self, waiting: deque[BlockKey]) -> None:
         while waiting and self._free:

@@ -12,6 +12,7 @@ from contracts.node import TierSpeed
 from engine.cache.load_plan import TierOffer, TierRate
 from kv_transfer.chunks.block_record import max_record_nbytes
 from worker.core.block_load import BlockLoad, LoadPurpose
+from worker.core.job_faults import JobFaults
 from worker.core.record_check import RecordCheck
 from worker.core.tier_writer import join
 
@@ -59,6 +60,7 @@ class TierLoader:
         self._queue: queue.SimpleQueue[tuple[BlockLoad, int] | None] = queue.SimpleQueue()
         self._current: dict[int, BlockLoad] = {}
         self._num_given_up = 0
+        self._faults = JobFaults(f"loading KV from the {self.tier.name} tier")
         self._is_late = False
         self._threads = [
             threading.Thread(target=self._run, args=[index], name=f"kv-{self.tier.name}-load-{index}", daemon=True)
@@ -113,7 +115,7 @@ class TierLoader:
 
     def counters(self) -> dict[str, float]:
         """Return what counts up, by metric names without a prefix."""
-        counts = {"given_up_loads": float(self._num_given_up)}
+        counts = {"given_up_loads": float(self._num_given_up), "failed_loads": float(self._faults.num_failed)}
         return counts | {name: float(value) for name, value in sorted(self._check.counts.items())}
 
     def close(self) -> None:
@@ -128,15 +130,23 @@ class TierLoader:
 
     def _run(self, index: int) -> None:
         if not self.tier.is_local:
-            self.tier.lookup([_PROBE])  # connects, which takes longer than the first prompt may wait
+            self._probe()  # connects, which takes longer than the first prompt may wait
         while (item := self._next()) is not None:
-            load, last = item
-            self._current[index] = load
+            try:
+                self._serve(index, *item)
+            except Exception as error:
+                self._faults.add(error)
+
+    def _serve(self, index: int, load: BlockLoad, last: int) -> None:
+        """Fill what the tier has of a load, and pass it on even if that fails: its end is waited for."""
+        self._current[index] = load
+        try:
             if not load.is_over:
                 num_before = load.num_done
                 held = load.held_by(self.tier)[: last - num_before] if self.tier.is_local else self._find(load)
                 self._fillers[index].fill(load, held)
                 self._is_late = self._is_late and (load.is_over or load.num_done == num_before)
+        finally:
             del self._current[index]
             self._pass_on(load)
 
@@ -147,7 +157,14 @@ class TierLoader:
                 return self._queue.get(timeout=PROBE_PERIOD_S)
             except queue.Empty:
                 if not self.tier.is_on:
-                    self.tier.lookup([_PROBE])
+                    self._probe()
+
+    def _probe(self) -> None:
+        """Ask the tier for what nobody has, so that it finds out whether it is there."""
+        try:
+            self.tier.lookup([_PROBE])
+        except Exception as error:
+            self._faults.add(error)
 
     def _find(self, load: BlockLoad) -> list[BlockKey]:
         """Return the keys of what to load from a tier that has to be asked."""

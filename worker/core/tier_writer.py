@@ -16,6 +16,7 @@ from kv_transfer.chunks.block_record import begin_record, facts_of, max_record_n
 from kv_transfer.codecs.level import loss_of
 from kv_transfer.tiers.record_codec import RecordCodec, WriteRate
 from worker.core.host_pages import HostPages
+from worker.core.job_faults import JobFaults
 
 MAX_NEW_BLOCKS = 4096
 MAX_QUEUED_NBYTES = 256 << 20
@@ -125,6 +126,7 @@ class TierWriter:
     def __init__(self, tier: KVStore, codec: RecordCodec) -> None:
         self.keeper = RecordKeeper(tier, codec)
         self.num_dropped = 0
+        self._faults = JobFaults(f"writing KV to the {tier.name} tier")
         self._queue: queue.SimpleQueue[QueuedRecord | None] = queue.SimpleQueue()
         self._nbytes = 0
         self._lock = threading.Lock()
@@ -157,8 +159,14 @@ class TierWriter:
 
     def _run(self) -> None:
         while (queued := self._queue.get()) is not None:
-            self.keeper.keep(queued.key, memoryview(queued.record), queued.worth, queued.lossy_key)
+            num_failed = 0
+            try:
+                self.keeper.keep(queued.key, memoryview(queued.record), queued.worth, queued.lossy_key)
+            except Exception as error:  # Corrupt, for one, if a bit of it flipped while it waited
+                self._faults.add(error)
+                num_failed = 1
             with self._lock:
+                self.num_dropped += num_failed
                 self._nbytes -= len(queued.record)
 
 
@@ -181,6 +189,7 @@ class BlockSaver:
         self._layout, self._pages, self._generations, self._naming = layout, pages, generations, naming
         self._counts = Counter(dict.fromkeys(("dropped_blocks", "overwritten_blocks"), 0))
         self._writers = [TierWriter(tier, codec) for tier in tiers]
+        self._faults = JobFaults("copying KV for the tiers")
         self._new: queue.Queue[NewBlock | None] = queue.Queue(MAX_NEW_BLOCKS)
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="kv-copy-out", daemon=True)
@@ -214,8 +223,12 @@ class BlockSaver:
     def _run(self) -> None:
         buffer = memoryview(bytearray(max_record_nbytes(self._layout)))
         while (block := self._new.get()) is not None:
-            if not self._is_closed:
-                self._save(block, buffer)
+            try:
+                if not self._is_closed:
+                    self._save(block, buffer)
+            except Exception as error:
+                self._faults.add(error)
+                self._counts["dropped_blocks"] += 1
             self._new.task_done()
 
     def _save(self, block: NewBlock, buffer: memoryview) -> None:

@@ -24,9 +24,13 @@ from tests.engine.tiny_models import VOCAB, save_tiny
 from tests.kv_transfer.tiers.block_samples import RECORD_NBYTES, buffers, key_of, record_of, worth_of
 from tests.worker.core.test_tier_compression import slow_store
 from tests.worker.core.tier_rig import SLOW, answer, cached_tokens, disk, settled
+from worker.core.block_load import BlockLoad
+from worker.core.device_filler import NUM_LANES, DeviceFiller
 from worker.core.fillers import aligned_nbytes
 from worker.core.kv_tiers import KVTiers
+from worker.core.record_check import RecordCheck
 from worker.core.record_sources import ReaderThreads, RecordReader
+from worker.core.tier_loader import NUM_THREADS
 
 pytestmark = pytest.mark.slow
 
@@ -350,3 +354,40 @@ def test_records_that_lost_something_come_to_a_gpu_only_for_who_takes_that(
         settled(tiers)
     assert tiers.counters()["kv_store_refused_blocks"] == 0
     tiers.close()
+
+
+def fail(*_: object) -> None:
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("where", ["read", "check", "land"])
+def test_what_nobody_foresaw_below_a_gpu_keeps_no_buffer_lane_or_page(
+    where: str, folder: Path, tmp_path: Path, answers: dict, monkeypatch: pytest.MonkeyPatch
+):
+    engine, loads = small_device_engine(folder), list[BlockLoad]()
+    tier = disk(engine, tmp_path)
+    tiers = join_device(engine, tier)
+    for index, prompt in enumerate(PROMPTS):
+        answer(engine, prompt, f"fill {index}")
+        settled(tiers)
+    end = KVTiers._end
+    monkeypatch.setattr(KVTiers, "_end", lambda self, load, now: loads.append(load) or end(self, load, now))
+    monkeypatch.setattr("worker.core.block_load.STOP_TIMEOUT_S", 0.1)
+    with monkeypatch.context() as fault:
+        whole, name = {"read": (tier, "load"), "check": (RecordCheck, "stated_kv_of"), "land": (PageLane, "wait")}[
+            where
+        ]
+        fault.setattr(whole, name, fail)
+        for index, prompt in enumerate(PROMPTS):
+            assert answer(engine, prompt, f"failing {index}") == answers["cpu"][index]
+            settled(tiers)
+    assert len(loads) == len(PROMPTS) > NUM_THREADS
+    for load in loads:
+        load.stop()
+    for filler in tiers._loaders["disk"]._fillers:
+        assert isinstance(filler, DeviceFiller) and isinstance(filler._source, RecordReader)
+        assert sorted(filler._source._free) == list(range(len(filler._source._buffers)))
+        assert len(filler._lanes) == NUM_LANES
+    assert cached_tokens(engine, PROMPTS[0], "well") == (384, answers["cpu"][0])
+    tiers.close()
+    engine.close()
