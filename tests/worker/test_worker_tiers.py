@@ -65,6 +65,8 @@ async def test_a_prompt_is_on_disk_when_its_worker_was_killed(model: str, tmp_pa
         (("--kv-store", "s4://bucket"), "kv_store is 's4://bucket': it must begin with redis://"),
         (("--kv-disk", "kv"), "kv_disk is 'kv': it must be an absolute path"),
         (("--kv-host-gib", "1e-9"), "kv_host_gib is 1e-09; one block takes"),
+        (("--kv-disk", "/kv", "--kv-disk-gib", "1e-9"), "kv_disk_gib is 1e-09; one block takes"),
+        (("--kv-store", "redis://host/abc"), "the number of a database stands behind the host"),
         (("--kv-host-gib", "1e6"), "kv_host_gib is 1000000.0;"),
     ],
 )

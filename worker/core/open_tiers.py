@@ -45,6 +45,7 @@ def open_tiers(
         folder, num_folders = settings.kv_disk / (name or settings.role), 1 if name else MAX_NAMELESS
         nbytes, layout_id = int(settings.kv_disk_gib * GIB), engine.layout.shared_id.hex()
         block_size = engine.layout.block_size
+        _require_room("kv_disk_gib", settings.kv_disk_gib, record_nbytes)
         tiers.append(
             DiskTier(folder, layout_id, nbytes, num_folders=num_folders, block_size=block_size, is_direct=is_on_gpu)
         )
@@ -62,8 +63,12 @@ def pages_of(engine: Engine) -> HostPages | TierPages:
 
 
 def _host_tier(gib: float, layout: KVLayout, pages: HostPages | TierPages) -> HostMemoryTier:
-    nbytes, slot_nbytes = int(gib * GIB), max_record_nbytes(layout)
-    if nbytes < slot_nbytes:
-        raise ConfigError(f"kv_host_gib is {gib}; one block takes {slot_nbytes / GIB:.6f} GiB: raise it")
+    slot_nbytes = max_record_nbytes(layout)
+    _require_room("kv_host_gib", gib, slot_nbytes)
     allocate = pages.pinned if isinstance(pages, TierPages) else None
-    return HostMemoryTier(nbytes, slot_nbytes, allocate, block_size=layout.block_size)
+    return HostMemoryTier(int(gib * GIB), slot_nbytes, allocate, block_size=layout.block_size)
+
+
+def _require_room(setting: str, gib: float, record_nbytes: int) -> None:
+    if int(gib * GIB) < record_nbytes:
+        raise ConfigError(f"{setting} is {gib}; one block takes {record_nbytes / GIB:.6f} GiB: raise it")

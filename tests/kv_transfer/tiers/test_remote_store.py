@@ -1,7 +1,10 @@
 """The stores that workers share: real Redis servers, a real cluster of three, and a folder."""
 
 import os
+import re
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +24,7 @@ from tests.kv_transfer.tiers.redis_cluster import redis_cluster, redis_node
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow
+KV_TIERS_PAGE = Path(__file__).parents[3] / "docs" / "kv-tiers.md"
 
 
 class Clock:
@@ -253,6 +257,45 @@ def test_no_server_is_no_error_and_told_once(caplog: pytest.LogCaptureFixture):
 def test_names_a_url_that_is_none(url: str):
     with pytest.raises(ConfigError, match="kv_store"):
         open_remote_store(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("redis://h/abc", "the number of a database"),
+        ("redis://h/1/2", "the number of a database"),
+        ("redis+cluster://h/1", "a cluster has only database 0"),
+        ("redis://h/0?socket_timeout=60", "leave out socket_timeout, which Tandem sets itself"),
+        ("redis://h?decode_responses=1", "leave out decode_responses"),
+        ("redis+cluster://h?retry=9&encoding=", "leave out encoding, retry, which"),
+    ],
+)
+def test_names_a_part_of_a_url_that_would_be_taken_for_another(url: str, words: str):
+    with pytest.raises(ConfigError, match=words):
+        open_remote_store(url)
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://h", "redis://h/", "redis://h:1/15?client_name=kv", "rediss://h/0/", "redis+cluster://h/0"]
+)
+def test_takes_each_way_to_write_a_url(url: str):
+    open_remote_store(url).close()
+
+
+def test_what_a_put_that_was_killed_left_is_cleaned_up_as_documented(tmp_path: Path):
+    script = (
+        "import os, pathlib, sys; from tests.kv_transfer.tiers.test_remote_store import *;"
+        "tier = open_remote_store(f'file://{sys.argv[1]}'); store(tier, 1);"
+        "pathlib.Path.replace = lambda *_: os.kill(os.getpid(), 9); store(tier, 2)"
+    )
+    died = subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=60)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert died.returncode == -9 and {path.suffix for path in files} == {".kv", ".part"}
+    for path in files:
+        os.utime(path, (1e9, 1e9))
+    (command,) = re.findall(r"`(find /FOLDER .*? -delete)`", KV_TIERS_PAGE.read_text())
+    subprocess.run(command.replace("/FOLDER", str(tmp_path)), shell=True, check=True)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 def test_a_log_has_no_password(tmp_path: Path, caplog: pytest.LogCaptureFixture):
