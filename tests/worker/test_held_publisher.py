@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import pytest
+
 from contracts.errors import RegistryError
 from contracts.held_prefixes import HeldChange
 from contracts.ids import Incarnation, WorkerId
@@ -64,7 +66,7 @@ async def test_what_changed_is_told_once_a_part_at_a_time() -> None:
     rig.publisher.add(change(number) for number in range(MAX_NEWS + 10))
     rig.publisher.add([change(0, False)])
     await rig.all_told()
-    assert [len(changes) for changes in rig.store.told] == [MAX_NEWS, 10]
+    assert [len(changes) for changes in rig.store.told] == [MAX_NEWS, 9]
     assert await rig.store.held(MAX_NEWS + 10) == {*range(1, MAX_NEWS + 10)}
 
 
@@ -109,6 +111,64 @@ async def test_a_registry_that_is_away_is_told_later() -> None:
     rig.store.is_away = False
     await rig.all_told()
     assert await rig.store.held(9) == {1}
+
+
+async def test_what_goes_before_it_was_told_is_not_told() -> None:
+    """A tier that is full forgets one mark for each new one; a shared store may have it from another worker."""
+    rig = Rig()
+    await rig.join()
+    rig.publisher.add([change(1), change(2), change(3, tier="store")])
+    rig.publisher.add([change(1, False), change(3, False, tier="store"), change(4, False)])
+    await rig.all_told()
+    assert {(c.key, c.is_held) for c in rig.store.told[0]} == {(key_of(2), True), (key_of(3), False)}
+    assert len(rig.store.told) == 1
+
+
+async def test_what_may_have_been_told_is_taken_back() -> None:
+    """The registry may have noted a call whose answer was lost."""
+    rig = Rig()
+    await rig.join()
+    rig.publisher.add([change(1)])
+    rig.store.is_away = True
+    await rig.publisher.publish()
+    rig.store.is_away = False
+    rig.publisher.add([change(1, False)])
+    await rig.all_told()
+    assert rig.store.told == [[change(1, False)]]
+
+
+async def test_news_are_bounded_and_what_is_held_is_told_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.front.held_publisher.MAX_WAITING", 10)
+    rig = Rig()
+    await rig.join()
+    rig.publisher.add(change(number) for number in range(25))
+    assert len(rig.publisher._news) == 10
+    await rig.all_told()
+    assert await rig.store.held(30) == set(range(25))
+    rig.publisher.add(change(number, False) for number in range(25))
+    assert len(rig.publisher._news) == 10
+    await rig.all_told()
+    assert await rig.store.held(30) == set(range(15))  # until the registry forgets them
+    rig.now = RENEW_S + 1
+    before = len(rig.store.told)
+    await rig.all_told()
+    assert len(rig.store.told) == before, "what is held no more was told again"
+    assert not rig.publisher._sent and not rig.publisher._told_s
+
+
+async def test_what_went_while_it_was_told_and_found_no_room_is_not_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.front.held_publisher.MAX_WAITING", 2)
+    rig = Rig()
+    await rig.join()
+    rig.publisher.add([change(1)])
+    rig.store.during = lambda: rig.publisher.add([change(1, False), change(2), change(3)])
+    await rig.publisher.publish()
+    rig.store.during = lambda: None
+    await rig.all_told()
+    rig.now = RENEW_S + 1
+    rig.store.told.clear()
+    await rig.all_told()
+    assert {c.key for changes in rig.store.told for c in changes} == {key_of(2), key_of(3)}
 
 
 async def test_what_changes_while_it_is_told_is_told_after() -> None:
