@@ -166,10 +166,11 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 
     @property
     def shared_id(self) -> bytes:
-        """Return 16 bytes that differ where the bytes of equal tokens differ, whatever the number of shards.
+        """Return 16 bytes that differ where the pages of equal tokens differ, whatever the number of shards.
 
-        They cover the model and every group: layers, planes and their order, heads, format, scales, block size. With a
-        block's chained hash they make its key (contracts.hashing.block_key).
+        They cover the model and every group: layers, planes and their order, heads, format, scales, block size. They do
+        not say how weights were rounded where KV was computed. With a block's chained hash they make its key
+        (contracts.hashing.block_key).
         """
         return _shared_digest_of(self)
 

@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 def kv_layout(checkpoint: Checkpoint, block_size: int, dtype: str, variant: str = "") -> KVLayout:
-    """Return how KV lies in pages.
+    """Return how KV lies in pages, of this `dtype`. Workers that round weights otherwise share it.
 
     `variant`: set where KV is not to meet that of the model's other workers: the two parts of a rotary pair lie
     otherwise than side by side, or activations are rounded otherwise.
