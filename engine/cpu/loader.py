@@ -64,7 +64,7 @@ def load_cpu_backend(settings: EngineSettings, checkpoint: Checkpoint, progress:
     _log.info(
         "the KV cache holds %d tokens in %d MiB; TANDEM_KV_CACHE_MIB makes it larger or smaller",
         num_blocks * layout.block_size,
-        num_blocks * layout.block_nbytes >> 20,
+        num_blocks * (layout.block_nbytes + draft_nbytes) >> 20,
     )
     # Where prompts and answers are computed in different formats, an answer's KV is not what a prompt's would be.
     caches_decoded_kv = number_format.is_uniform

@@ -58,7 +58,7 @@ def load_native_backend(
     _log.info(
         "the KV cache holds %d tokens in %d MiB; TANDEM_KV_CACHE_MIB makes it larger or smaller",
         num_blocks * layout.block_size,
-        num_blocks * layout.block_nbytes >> 20,
+        num_blocks * (layout.block_nbytes + draft_nbytes) >> 20,
     )
     # One kernel for all rows: what an answer writes is what a prompt would.
     sampler = Sampler(checkpoint.eos_token_ids)

@@ -81,6 +81,17 @@ def test_a_head_of_another_width_is_refused_by_its_name(target, tmp_path: Path):
         native_engine(folder, speculate=str(head))
 
 
+@pytest.mark.parametrize("dtype", ["native", "float32"])
+def test_the_log_of_the_cache_counts_the_head_s_share(target, tmp_path: Path, dtype: str, caplog):
+    folder, *_ = target
+    head = save_head(tmp_path, HEADS["two layers"], open_checkpoint(str(folder)).config)
+    caplog.set_level("INFO")
+    nbytes = 32 << 20
+    load_engine(settings(model=str(folder), dtype=dtype, speculate=str(head), kv_cache_nbytes=nbytes))
+    (told,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("the KV cache")]
+    assert f"in {(nbytes >> 20) - 1} MiB" in told  # whole blocks, so a little less
+
+
 def unbuilt(*_: object) -> NoReturn:
     raise BuildError("no C++ compiler is here")
 
