@@ -8,6 +8,7 @@ asked for that reads past the end of its rows, or two threads that write one pla
 is not at work. Needs g++ or clang++ with its runtimes.
 """
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from kernels.cpu.build import BuildError, build_into, compilers
 
 _ROOT = Path(__file__).parent.parent
 _BUILT = _ROOT / "build" / "sanitized"
+_FAULT_S, _TESTS_S = 300.0, 3600.0
 _FLAGS = ("-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g1", "-O1")
 # Without -s what a sanitizer says as it ends the process is lost with it.
 _TESTS = (
@@ -75,7 +77,7 @@ def main(arguments: Sequence[str]) -> int:
     if name not in SANITIZERS:
         print(__doc__, file=sys.stderr)
         return 2
-    sanitizer, home = SANITIZERS[name], _BUILT / name
+    sanitizer, home = SANITIZERS[name], home_of(name)
     try:
         build_into(home / ".cache" / "tandem" / "native", print, (sanitizer.flag, *_FLAGS))
     except BuildError as error:
@@ -85,7 +87,17 @@ def main(arguments: Sequence[str]) -> int:
     if not finds_fault(sanitizer, environment):
         print(f"sanitize: {sanitizer.flag} does not find what is wrong on purpose", file=sys.stderr)
         return 1
-    return subprocess.run([sys.executable, "-m", "pytest", *(others or _TESTS)], env=environment, cwd=_ROOT).returncode
+    command = [sys.executable, "-m", "pytest", *(others or _TESTS)]
+    return subprocess.run(command, env=environment, cwd=_ROOT, timeout=_TESTS_S).returncode
+
+
+def home_of(name: str) -> Path:
+    """Return the folder of a sanitizer's build.
+
+    It is another for other flags, of which the library's name says nothing.
+    """
+    flags = repr((SANITIZERS[name].flag, *_FLAGS)).encode()
+    return _BUILT / f"{name}-{hashlib.blake2b(flags, digest_size=4).hexdigest()}"
 
 
 def environment_of(sanitizer: Sanitizer, home: Path) -> dict[str, str]:
@@ -93,7 +105,7 @@ def environment_of(sanitizer: Sanitizer, home: Path) -> dict[str, str]:
     compiler = next(compilers())
     runtimes = [
         subprocess.run(
-            [*compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=True
+            [*compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=True, timeout=_FAULT_S
         ).stdout.strip()
         for name in sanitizer.runtimes
     ]
@@ -109,7 +121,9 @@ def environment_of(sanitizer: Sanitizer, home: Path) -> dict[str, str]:
 def finds_fault(sanitizer: Sanitizer, environment: dict[str, str]) -> bool:
     """Return whether the sanitizer ends a program that is at fault."""
     command = [sys.executable, "-c", sanitizer.fault]
-    done = subprocess.run(command, env=environment, cwd=_ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env=environment, cwd=_ROOT, capture_output=True, text=True, check=False, timeout=_FAULT_S
+    )
     return done.returncode != 0 and sanitizer.found in done.stderr
 
 
