@@ -6,7 +6,6 @@ what is not there yet. Any C++20 compiler will do: the one that CXX names, one o
 """
 
 import argparse
-import fcntl
 import hashlib
 import importlib.util
 import os
@@ -21,11 +20,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kernels.cpu.file_lock import file_lock
+
 SOURCES = Path(__file__).parent.parent / "csrc" / "cpu"
 BUILT = Path(__file__).parent / "lib"
 """The folder in which an image or a wheel has what was built ahead."""
 DEFAULT_CACHE = Path.home() / ".cache" / "tandem"
 _TIMEOUT_S = 300.0
+_LOCK_S = 2 * _TIMEOUT_S
+"""How long another process may take to build: one to compile, one more to link."""
 # No contraction: a row must give the same bits in the vector part of a loop and in what is left over.
 _FLAGS = (
     *("-x", "c++", "-std=c++20", "-O2", "-fPIC", "-fno-exceptions", "-fno-rtti", "-fno-threadsafe-statics"),
@@ -105,10 +108,11 @@ def build_into(folder: Path, say: Say, last_flags: Sequence[str] = ()) -> Path:
     target = folder / library_name()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with open(folder / "lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with file_lock(folder / "lock", _LOCK_S):
             if not target.exists():
                 _build(target, say, last_flags)
+    except TimeoutError as error:
+        raise BuildError(str(error)) from error
     except OSError as error:
         raise BuildError(f"{folder} cannot be written: {error}") from error
     return target

@@ -12,10 +12,10 @@ _BRANCHES = {"AVX512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"}, "AVX2": 
 def keep_mkl_alike() -> None:
     """Have MKL compute a row to the bit alike in any batch, unless the operator has chosen a mode.
 
-    On Intel's CPUs it takes other kernels for few rows than for many, and with two threads there was no multiple of
-    rows up to 48 that is always summed as others are (MKL of torch 2.13). In its strict mode all numbers of rows are; a
-    lone row takes as long as four then, others as before. On other makers' CPUs there is no such mode, and multiples of
-    rows are alike (engine.cpu.linear.float32_multiple).
+    On Intel's CPUs it takes other kernels for few rows than for many, and with some numbers of threads no small
+    multiple of rows is always summed as others are. In its strict mode all numbers of rows are, and a lone row takes
+    longer. On other makers' CPUs there is no such mode, and multiples of rows are alike
+    (engine.cpu.linear.float32_multiple).
     """
     if "GenuineIntel" in cpu_lines("vendor_id"):
         flags = cpu_lines("flags").split()

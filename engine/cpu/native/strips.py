@@ -6,22 +6,27 @@ has that name only when all of it is on the disk. It costs the size of the model
 same memory in all workers, need no swap, and are there for the next start.
 """
 
-import fcntl
 import logging
 import mmap
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
+from kernels.cpu.file_lock import file_lock
 from kernels.cpu.native import ALIGNMENT, PackedDiffers, PrivateMemory, StripMemory
 
 _LEAST_FREE = 4
 """How many times a file's size the disk must have free: a cache that fills it would harm more than it gives."""
+_LOCK_S = 600.0
+"""How long another worker may take to pack a model and load it."""
+_UNUSED_S = 30 * 86400.0
+"""After how long without a start the strips of a model go when another model is packed."""
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -51,17 +56,20 @@ def load_shared(file: Path, nbytes: int, load: Callable[[StripMemory], T]) -> T:
     """Return what `load` makes with the strips of a file, which is packed first if it is not there.
 
     The file has `nbytes`; one that is not what the weights give is made anew. Workers that start together take turns,
-    and the first packs for all. Where the folder can't be written, or its disk has little room, each packs for itself.
+    and the first packs for all. Where the folder can't be written, its disk has little room, or another worker holds it
+    too long, a worker maps the file if it is there and packs for itself if not.
     """
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with open(file.parent / "lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # to the end: a worker of other kernels removes the file
+        with file_lock(file.parent / "lock", _LOCK_S):  # to the end: a worker of other kernels removes the file
             if (found := _kept(file, nbytes, load)) is not None:
+                os.utime(file, ns=(time.time_ns(), file.stat().st_mtime_ns))
                 return found
             _pack(file, nbytes, load)
             return load(MappedMemory(file, is_packed=True))
     except OSError as error:
+        if os.access(file, os.R_OK) and (found := _kept(file, nbytes, load)) is not None:
+            return found
         _log.info("the weights are not shared with other workers: %s", error)
         return load(PrivateMemory())
 
@@ -98,7 +106,7 @@ def _pack(file: Path, nbytes: int, load: Callable[[StripMemory], T]) -> None:
 
 
 def _remove_useless(file: Path) -> None:
-    """Remove what other kernels packed, and what a process left that was killed as it wrote.
+    """Remove models of long ago, what other kernels packed, and what a process left half written.
 
     Who has such a file mapped keeps its pages.
     """
@@ -106,5 +114,6 @@ def _remove_useless(file: Path) -> None:
     for other in file.parent.glob("*.part"):
         shutil.rmtree(other)
     for other in file.parent.glob(f"*{file.suffix}"):
-        if other.stem.rpartition("-")[2] != kernels:
+        is_old = time.time() - other.stat().st_atime > _UNUSED_S
+        if is_old or other.stem.rpartition("-")[2] != kernels:
             other.unlink(missing_ok=True)

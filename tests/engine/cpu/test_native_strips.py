@@ -1,7 +1,9 @@
 """Packed matrices in a file that workers share: made once, checked, and done without where it cannot be."""
 
 import logging
+import os
 import shutil
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,6 +11,7 @@ import pytest
 
 from engine.engine import Engine
 from engine.loader import load_engine
+from kernels.cpu.file_lock import file_lock
 from tests.engine.driving import answers, greedy, random_prompts, settings
 
 pytestmark = pytest.mark.slow
@@ -44,12 +47,16 @@ def strips_in(cache_dir: Path) -> Path:
     return file
 
 
+def is_mapped(file: Path) -> bool:
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {line.split()[1] for line in lines if str(file) in line} == {"r--s"}
+
+
 def test_the_next_worker_maps_what_the_first_has_packed(kept):
     folder, expected = kept
     made = strips_in(folder).stat()
     engine = native_engine(folder)
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    assert {line.split()[1] for line in lines if str(strips_in(folder)) in line} == {"r--s"}
+    assert is_mapped(strips_in(folder))
     assert answers(engine, PROMPTS, greedy()) == expected
     assert (strips_in(folder).stat().st_ino, strips_in(folder).stat().st_mtime_ns) == (made.st_ino, made.st_mtime_ns)
 
@@ -73,6 +80,42 @@ def test_what_is_of_no_use_any_more_is_removed(cache):
     own.unlink()
     native_engine(cache)
     assert sorted(left.name for left in file.parent.iterdir()) == sorted([own.name, "lock"])
+
+
+def test_models_of_long_ago_are_removed_when_another_is_packed(cache):
+    file, month_s = strips_in(cache), 31 * 86400
+    used, unused = (file.with_name(f"{name}-{file.stem.rpartition('-')[2]}.strips") for name in ("used", "unused"))
+    for other in (used, unused):
+        other.write_bytes(b"packed")
+    for other in (file, unused):
+        os.utime(other, (time.time() - month_s, other.stat().st_mtime))
+    native_engine(cache)  # a start with them makes them new again, and removes nothing
+    assert file.stat().st_atime > time.time() - month_s / 2 and unused.exists()
+    file.unlink()
+    native_engine(cache)
+    assert sorted(left.name for left in file.parent.glob("*.strips")) == sorted([file.name, used.name])
+
+
+def test_a_file_in_a_folder_that_cannot_be_written_is_mapped(kept, cache):
+    lock = strips_in(cache).with_name("lock")
+    lock.unlink()
+    lock.mkdir()  # root may write anywhere, but not into a folder
+    engine = native_engine(cache)
+    assert is_mapped(strips_in(cache))
+    assert answers(engine, PROMPTS, greedy()) == kept[1]
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_worker_that_never_lets_go_of_the_folder_holds_nobody_up(kept, cache, monkeypatch, caplog, is_there):
+    file = strips_in(cache)
+    if not is_there:
+        file.unlink()
+    monkeypatch.setattr("engine.cpu.native.strips._LOCK_S", 0.1)
+    with file_lock(file.with_name("lock"), 1.0), caplog.at_level(logging.INFO):
+        engine = native_engine(cache)
+    assert is_mapped(file) is is_there
+    assert ("another process holds" in caplog.text) is not is_there
+    assert answers(engine, PROMPTS, greedy()) == kept[1]
 
 
 def test_where_the_folder_cannot_be_written_each_packs_for_itself(kept, tmp_path, caplog):
