@@ -22,6 +22,11 @@ LEVELS = ("plain", "avx2", "avx512")
 _NAMES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4")
 KINDS = frozenset(GGMLQuantizationType[name] for name in _NAMES)
 """The formats that the kernels multiply."""
+NUMERICS = 1
+"""The version of what the kernels compute from the same numbers, which is part of a KV cache's layout.
+
+Raised by hand with each change of rounding, of an order of sums or of a function in kernels/csrc/cpu that changes bits.
+"""
 LEVEL_VARIABLE = "TANDEM_CPU_KERNELS"
 ALIGNMENT = 64
 """The bytes of a cache line, at which packed arrays begin."""

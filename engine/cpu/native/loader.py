@@ -20,7 +20,7 @@ from engine.model_loader.checkpoint_weights import StoredWeightSource
 from engine.sampling.host_sampler import Sampler
 from engine.settings import EngineSettings
 from kernels.cpu.build import library_name
-from kernels.cpu.native import NativeKernels, PrivateMemory, StripMemory
+from kernels.cpu.native import NUMERICS, NativeKernels, PrivateMemory, StripMemory
 from process.memory_limit import available_nbytes
 
 KV_DTYPE = "bfloat16"
@@ -38,7 +38,7 @@ def load_native_backend(
 ) -> Backend:
     """Return the model, ready to run. Raises ConfigError, which says what to do."""
     kernels.set_threads(num_threads)
-    layout = kv_layout(checkpoint, settings.block_size, kv_dtype, f"-{NATIVE}")
+    layout = kv_layout(checkpoint, settings.block_size, kv_dtype, f"-{NATIVE}{NUMERICS}")
     head = open_head(settings, checkpoint, layout)
     draft_nbytes = 0 if head is None else head.block_nbytes
     num_blocks = blocks_in(cache_nbytes(settings, layout, available_nbytes()), layout, draft_nbytes)

@@ -6,6 +6,9 @@
 //
 // A column that is much greater than the others of its group leaves them few of the 8 bits. So what the rounding of the
 // coarsest quarter of a row's groups left is rounded once more, and its products are added at the end.
+//
+// KV outlives a release, on disks and in stores. So whoever changes the bits that come out here, in attention.h or in
+// elementwise.h raises NUMERICS in kernels/cpu/native.py.
 #pragma once
 
 #include "formats.h"

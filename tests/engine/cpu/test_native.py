@@ -17,7 +17,7 @@ from engine.engine import Engine
 from engine.loader import load_engine
 from engine.model_loader.checkpoint_weights import StoredBlocks, open_weights
 from engine.speculative.choice import PROPOSERS
-from kernels.cpu.native import LEVELS, load_kernels
+from kernels.cpu.native import LEVELS, NUMERICS, load_kernels
 from tests.engine.driving import answers, drain, greedy, random_prompts, request, settings
 from tests.engine.speculative.drafting import KnowingProposer
 from tests.engine.tiny_models import VOCAB, save_tiny
@@ -136,6 +136,15 @@ def test_native_kv_meets_no_other():
     engine = load_engine(settings(dtype="native"))
     found = engine.layout.difference(kv_layout(engine.checkpoint, engine.layout.block_size, "bfloat16"))
     assert found is not None and found[0] == "model"
+
+
+def test_native_kv_of_another_rounding_is_another_layout(monkeypatch: pytest.MonkeyPatch):
+    """KV outlives a release on disks and in stores: equal tokens of both have other keys."""
+    ours = load_engine(settings(dtype="native")).layout
+    monkeypatch.setattr("engine.cpu.native.loader.NUMERICS", NUMERICS + 1)
+    theirs = load_engine(settings(dtype="native")).layout
+    found = ours.difference(theirs)
+    assert ours.shared_id != theirs.shared_id and found is not None and found[0] == "model"
 
 
 def test_a_step_of_many_threads_gives_the_bits_of_one(family):
