@@ -196,7 +196,7 @@ def test_what_the_tiers_of_a_destination_hold_of_an_answer_that_moves_is_loaded_
     with ExitStack() as stack:
         for worker in movers.workers:
             stack.callback(worker.node.close)
-        proxy, tiers = PacedProxy(b.node.address, LINK_NBYTES_PER_S), with_tiers(b)
+        proxy, tiers = PacedProxy(b.node.address, LINK_NBYTES_PER_S), with_tiers(b, Clock())
         stack.callback(proxy.close)
         stack.callback(tiers.close)
         b.ref = msgspec.structs.replace(b.ref, transfer=proxy.address)

@@ -20,6 +20,7 @@ from models.config import ModelConfig
 
 NATIVE = "native"
 """The name of the number format: that of the file, KV in bfloat16."""
+_NO_AVX2 = "this CPU has no AVX2, without which they would not be faster"
 _REMEDY = (
     "workers with native kernels exchange no KV with this one: let all of a pool have them, or start all with --dtype "
     "float16"
@@ -41,7 +42,7 @@ def chosen_kernels(
     """
     if settings.dtype == NATIVE:
         return native_kernels(settings, checkpoint, source)
-    if settings.dtype != "auto" or checkpoint.format is not WeightFormat.GGUF or platform.machine() != "x86_64":
+    if settings.dtype != "auto" or checkpoint.format is not WeightFormat.GGUF:
         return None
     config = checkpoint.config
     if unfit(config) or any(blocks.kind in _UNPACKED for blocks in _each_format(config, source)):
@@ -49,11 +50,13 @@ def chosen_kernels(
     if reason := _unfit_formats(config, source):
         _log.info("torch computes this model: %s", reason)
         return None
-    if reason := _unsound(config, source, settings.cache_dir, _log.info):
+    reason = _unsound(config, source, settings.cache_dir, _log.info) if platform.machine() == "x86_64" else _NO_AVX2
+    if reason is None and load_kernels(settings.cache_dir).best_level == "plain":
+        reason = _NO_AVX2
+    if reason is not None:
         _log.warning("torch computes this model, which is slower: %s; %s", reason, _REMEDY)
         return None
-    kernels = load_kernels(settings.cache_dir)
-    return kernels if kernels.best_level != "plain" else None
+    return load_kernels(settings.cache_dir)
 
 
 def native_kernels(settings: EngineSettings, checkpoint: Checkpoint, source: StoredWeightSource) -> NativeKernels:

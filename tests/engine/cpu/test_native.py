@@ -115,13 +115,22 @@ def test_without_a_compiler_torch_serves_and_a_line_says_why(monkeypatch, tmp_pa
     assert "no-such-compiler" in line and "--dtype float16" in line
 
 
+def test_on_a_cpu_for_which_it_has_plain_loops_alone_a_line_says_why(monkeypatch, tmp_path, caplog):
+    monkeypatch.setattr("engine.cpu.native.choice.platform.machine", lambda: "aarch64")
+    checkpoint = open_checkpoint("default")
+    caplog.set_level("WARNING")
+    assert chosen_kernels(settings(dtype="auto", cache_dir=tmp_path), checkpoint, open_weights(checkpoint)) is None
+    (line,) = caplog.messages
+    assert "no AVX2" in line and "--dtype float16" in line
+
+
 def test_named_without_a_compiler_it_is_refused(monkeypatch, tmp_path):
     chosen, checkpoint = no_compiler(monkeypatch, tmp_path), open_checkpoint("default")
     with pytest.raises(ConfigError, match="no-such-compiler"):
         chosen_kernels(dataclasses.replace(chosen, dtype="native"), checkpoint, open_weights(checkpoint))
 
 
-def test_auto_takes_it_for_quantized_files_alone(monkeypatch, folder):
+def test_auto_takes_it_for_quantized_files_alone(folder):
     checkpoint = open_checkpoint("default")
     source = open_weights(checkpoint)
     if load_kernels().best_level == "plain":
@@ -132,17 +141,17 @@ def test_auto_takes_it_for_quantized_files_alone(monkeypatch, folder):
     assert chosen_kernels(settings(dtype="auto"), plain, open_weights(plain)) is None
 
 
-def test_native_kv_meets_no_other():
-    engine = load_engine(settings(dtype="native"))
+def test_native_kv_meets_no_other(tmp_path):
+    engine = load_engine(settings(dtype="native", cache_dir=tmp_path))
     found = engine.layout.difference(kv_layout(engine.checkpoint, engine.layout.block_size, "bfloat16"))
     assert found is not None and found[0] == "model"
 
 
-def test_native_kv_of_another_rounding_is_another_layout(monkeypatch: pytest.MonkeyPatch):
+def test_native_kv_of_another_rounding_is_another_layout(monkeypatch, tmp_path):
     """KV outlives a release on disks and in stores: equal tokens of both have other keys."""
-    ours = load_engine(settings(dtype="native")).layout
+    ours = load_engine(settings(dtype="native", cache_dir=tmp_path)).layout
     monkeypatch.setattr("engine.cpu.native.loader.NUMERICS", NUMERICS + 1)
-    theirs = load_engine(settings(dtype="native")).layout
+    theirs = load_engine(settings(dtype="native", cache_dir=tmp_path)).layout
     found = ours.difference(theirs)
     assert ours.shared_id != theirs.shared_id and found is not None and found[0] == "model"
 

@@ -132,7 +132,8 @@ def test_drafters_without_weights_change_nothing(folder: Path, name: str, adapts
     plain = answers(device_engine(folder), prompts, greedy(80))
     engine = device_engine(folder, speculate=name, adapts_drafts=adapts)
     assert answers(engine, prompts, greedy(80)) == plain
-    assert sum(engine.stats().num_accepted_by_place) > 0
+    if not adapts:  # else it hangs on how long the steps took whether anything is guessed
+        assert sum(engine.stats().num_accepted_by_place) > 0
 
 
 def test_a_right_draft_takes_fewer_steps(folder: Path, knowing, monkeypatch):
