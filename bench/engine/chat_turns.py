@@ -17,9 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.engine.gpu import flops_per_token, limit_ms, load, random_requests, settled, shown
+from bench.engine.gpu import flops_per_token, limit_ms, load, random_requests, settled
 from bench.report.hardware_limits import FP8_ROW_RATE
-from bench.report.result import ResultRow, write_result
+from bench.report.result import ResultRow, shown, write_result
 from engine.engine import Engine
 from engine.messages import EngineRequest
 from kernels import caps

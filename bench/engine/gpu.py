@@ -26,7 +26,7 @@ import torch
 
 from bench.models.random_model import SHAPES, STORED, open_random
 from bench.report.hardware_limits import FP8_ROW_RATE, READ_RATE
-from bench.report.result import ResultRow, share_of_limit, write_result
+from bench.report.result import ResultRow, shown, write_result
 from contracts.ids import RequestId
 from contracts.sampling import SamplingParams
 from engine.engine import Engine
@@ -283,13 +283,6 @@ def flops_per_token(config: ModelConfig, length: int) -> float:
     """Return the mean FLOPs per token of a causal prompt, whose attention covers half of it on average."""
     attention = 4 * config.num_heads * config.head_dim * length / 2
     return config.num_layers * (2 * layer_weights(config) + attention)
-
-
-def shown(row: ResultRow) -> ResultRow:
-    """Log a row at once, so that a run that is cut short still leaves figures, and return it."""
-    share = f" ({share_of_limit(row.value, row.limit, row.unit):.0%} of the limit)" if row.limit else ""
-    _log.info("%s %s %.4g %s%s", row.name, dict(row.params), row.value, row.unit, share)
-    return row
 
 
 def silent(stage: str, done: int, total: int) -> None:

@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bench.engine.gpu import load, settled, shown
-from bench.report.result import ResultRow, write_result
+from bench.engine.gpu import load, settled
+from bench.report.result import ResultRow, shown, write_result
 from contracts.ids import RequestId
 from contracts.sampling import SamplingParams
 from engine.engine import Engine

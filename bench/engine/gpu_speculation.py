@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 from msgspec import structs
 
-from bench.engine.gpu import NUM_STEPS, NUM_WARM, PROMPT, answering, idle_share, load, random_requests, settled, shown
-from bench.report.result import ResultRow, write_result
+from bench.engine.gpu import NUM_STEPS, NUM_WARM, PROMPT, answering, idle_share, load, random_requests, settled
+from bench.report.result import ResultRow, shown, write_result
 from engine.draft_verification import DraftVerification
 from engine.engine import Engine
 from engine.sequence import Sequence as EngineSequence

@@ -25,9 +25,9 @@ from llguidance import LLMatcher
 from msgspec import structs
 from tokenizers import Tokenizer
 
-from bench.engine.gpu import NUM_STEPS, PROMPT, answering, host_ms, idle_share, random_requests, settled, shown, silent
+from bench.engine.gpu import NUM_STEPS, PROMPT, answering, host_ms, idle_share, random_requests, settled, silent
 from bench.models.random_model import SHAPES, byte_tokenizer, open_random
-from bench.report.result import ResultRow, write_result
+from bench.report.result import ResultRow, shown, write_result
 from contracts.sampling import SamplingParams
 from engine.engine import Engine
 from engine.loader import load_device_engine

@@ -20,10 +20,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bench.engine.gpu import prefill_rate, settled, shown, submit
+from bench.engine.gpu import prefill_rate, settled, submit
 from bench.models.random_model import GPT_OSS_20B, LLAMA4_MAVERICK, QWEN3_30B_A3B, RandomWeights, random_checkpoint
 from bench.report.hardware_limits import FP8_ROW_RATE, READ_RATE
-from bench.report.result import ResultRow, write_result
+from bench.report.result import ResultRow, shown, write_result
 from contracts.ids import RequestId
 from contracts.sampling import SamplingParams
 from engine.backend import Backend

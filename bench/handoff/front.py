@@ -1,5 +1,6 @@
 """The front of bench.handoff.core: it starts cores, gives them jobs, and keeps when each token came."""
 
+import argparse
 import socket
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from contracts.events import Failed, Finished, Prefilled, Tokens
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.request import Cancel, Job, Route, WorkerRef
 from contracts.sampling import SamplingParams
+from kernels import caps
 from worker.messages import CoreFrame, CoreReady, CoreStatus, KnownPeers, Start, Stop, ToFront, Work
 
 FIRST = Epoch(1)
@@ -179,6 +181,12 @@ def ask(
     for core in {id(core): core for core in (prefill, decode)}.values():
         core.send(work)
     return name, began
+
+
+def config_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what a result file says of a run whose cores are on `devices`, with `check` in float32."""
+    model = "Llama-8B's shape, random weights, " + ("4 layers, float32" if args.check else "FP8")
+    return {"devices": args.devices, "card": caps.detect().name, "model": model}
 
 
 def greedy(num_tokens: int) -> SamplingParams:

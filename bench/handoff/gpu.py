@@ -39,7 +39,7 @@ from bench.handoff.front import Answers, CoreHandle, ask, cancel, meet, prompt
 from bench.handoff.kills import kills
 from bench.handoff.raw_pages import LAYOUT, NVLINK_RATE, RAW_BLOCKS, WIDE, fill, holds, raw_pool
 from bench.handoff.staged import staged
-from bench.report.result import ResultRow, write_result
+from bench.report.result import ResultRow, shown, write_result
 from engine.cuda.kv.transfer_pool import DeviceTransferPool
 from kernels import caps
 
@@ -88,11 +88,6 @@ def measured(args: argparse.Namespace) -> Iterator[list[ResultRow]]:
         yield measure_pair(args)
     if "kill" in args.parts:
         yield [shown(row) for row in kills(_spec(args, ""), args.devices, args.seconds, args.lanes)]
-
-
-def shown(row: ResultRow) -> ResultRow:
-    _log.info("%s %s %.4g %s", row.name, dict(row.params), row.value, row.unit)
-    return row
 
 
 # raw

@@ -27,12 +27,11 @@ import msgspec
 import numpy as np
 
 from bench.handoff.core import CoreSpec
-from bench.handoff.front import Answers, CoreHandle, Heard, ask, cancel, greedy, meet, prompt
-from bench.report.result import ResultRow, write_result
+from bench.handoff.front import Answers, CoreHandle, Heard, ask, cancel, config_of, greedy, meet, prompt
+from bench.report.result import ResultRow, shown, write_result
 from contracts.events import Failed, Moved, Tokens
 from contracts.ids import Epoch, GatewayId, RequestId
 from contracts.request import Job, Route
-from kernels import caps
 from worker.messages import Work
 
 TOKENS = 1024
@@ -55,8 +54,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
-    config = {"devices": args.devices, "card": caps.detect().name}
-    config |= {"model": "Llama-8B's shape, random weights, " + ("4 layers, float32" if args.check else "FP8")}
+    config = config_of(args)
     rows: list[ResultRow] = []
     gc.disable()  # collecting among all received tokens takes longer than a pause
     with cores(args) as (first, second, answers):
@@ -67,11 +65,6 @@ def main() -> None:
                     rounds.move(args.moves)
                     rows += [shown(row) for row in rounds.rows({"by": args.transfer, "others": num_beside})]
                     _log.info("%s", write_result(args.out, "gpu-migration", rows, config))
-
-
-def shown(row: ResultRow) -> ResultRow:
-    _log.info("%s %s %.4g %s", row.name, dict(row.params), row.value, row.unit)
-    return row
 
 
 class MovingAnswers(Answers):

@@ -22,9 +22,8 @@ import msgspec
 import numpy as np
 
 from bench.handoff.core import CoreSpec
-from bench.handoff.front import Answers, CoreHandle, ask, meet, prompt
+from bench.handoff.front import Answers, CoreHandle, ask, config_of, meet, prompt
 from bench.report.result import ResultRow, write_result
-from kernels import caps
 
 ANSWER, NEW_TURN, SAID = 128, 16, 24
 """Tokens: of the first turn's answer, what is new in the second turn, and its answer."""
@@ -43,8 +42,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
-    config = {"devices": args.devices, "card": caps.detect().name}
-    config |= {"model": "Llama-8B's shape, random weights, " + ("4 layers, float32" if args.check else "FP8")}
+    config = config_of(args)
     rows: list[ResultRow] = []
     for transfer in args.transfers:
         with cores(args, transfer) as (prefill, decode, alone, answers):

@@ -6,6 +6,7 @@ A file says what was measured, on which machine, with which versions, beside whi
 import hashlib
 import importlib.metadata
 import json
+import logging
 import platform
 import shutil
 import subprocess
@@ -19,6 +20,7 @@ from typing import Any
 import psutil
 
 RESULTS = Path("bench/results")
+_log = logging.getLogger(__name__)
 _TIMES = ("s", "ms", "us")
 _PACKAGES = ("torch", "transformers", "ucxx-cu13", "numpy", "redis", "uvicorn", "msgspec")
 
@@ -38,6 +40,13 @@ class ResultRow:
     limit: float | None = None
     peer: str | None = None
     peer_value: float | None = None
+
+
+def shown(row: ResultRow) -> ResultRow:
+    """Log a row at once, so that a run that is cut short still leaves figures, and return it."""
+    share = f" ({share_of_limit(row.value, row.limit, row.unit):.0%} of the limit)" if row.limit else ""
+    _log.info("%s %s %.4g %s%s", row.name, dict(row.params), row.value, row.unit, share)
+    return row
 
 
 def write_result(path: Path | None, what: str, rows: Sequence[ResultRow], config: Mapping[str, Any]) -> Path:

@@ -106,6 +106,18 @@ def model_len(checkpoint: Checkpoint, settings: EngineSettings, capacity_tokens:
     return min(wanted, capacity_tokens)
 
 
+def log_capacity(layout: KVLayout, num_blocks: int, draft_nbytes: int) -> None:
+    """Log what a cache in host memory holds.
+
+    Each block has `draft_nbytes` of a head beside those of the layout.
+    """
+    _log.info(
+        "the KV cache holds %d tokens in %d MiB; TANDEM_KV_CACHE_MIB makes it larger or smaller",
+        num_blocks * layout.block_size,
+        num_blocks * (layout.block_nbytes + draft_nbytes) >> 20,
+    )
+
+
 def require_budgets(settings: EngineSettings, block_size: int) -> None:
     """Raise ConfigError for steps without room for a block of a prompt.
 

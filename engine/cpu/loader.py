@@ -6,7 +6,7 @@ import torch
 
 from checkpoint import Checkpoint, Progress
 from engine.backend import Backend, Drafting
-from engine.cache.sizing import blocks_in, cache_nbytes, kv_layout, model_len
+from engine.cache.sizing import blocks_in, cache_nbytes, kv_layout, log_capacity, model_len
 from engine.cpu.decoder import Decoder
 from engine.cpu.eagle3.drafter import Eagle3Drafter
 from engine.cpu.eagle3.loader import open_head
@@ -61,11 +61,7 @@ def load_cpu_backend(settings: EngineSettings, checkpoint: Checkpoint, progress:
         drafter = Eagle3Drafter(own, drafts)
         drafting, whole = Drafting(drafter, CpuRunner(model, cache, drafter)), JointCache(cache, drafts.pages)
     _log.info("%s ready: %s, context of %d tokens", checkpoint.name, dtype, max_model_len)
-    _log.info(
-        "the KV cache holds %d tokens in %d MiB; TANDEM_KV_CACHE_MIB makes it larger or smaller",
-        num_blocks * layout.block_size,
-        num_blocks * (layout.block_nbytes + draft_nbytes) >> 20,
-    )
+    log_capacity(layout, num_blocks, draft_nbytes)
     # Where prompts and answers are computed in different formats, an answer's KV is not what a prompt's would be.
     caches_decoded_kv = number_format.is_uniform
     sampler = Sampler(checkpoint.eos_token_ids)

@@ -6,7 +6,7 @@ from pathlib import Path
 from checkpoint import Checkpoint, Progress
 from checkpoint.checkpoint import WeightFormat
 from engine.backend import Backend, Drafting
-from engine.cache.sizing import blocks_in, cache_nbytes, kv_layout, model_len
+from engine.cache.sizing import blocks_in, cache_nbytes, kv_layout, log_capacity, model_len
 from engine.cpu.eagle3.drafter import Eagle3Drafter
 from engine.cpu.eagle3.loader import open_head
 from engine.cpu.joint_cache import JointCache
@@ -55,11 +55,7 @@ def load_native_backend(
         drafting = Drafting(drafter, NativeRunner(kernels, model, drafter, head.aux_layers))
         whole = JointCache(cache, drafts.pages)
     _log.info("%s ready: %s, context of %d tokens", checkpoint.name, NATIVE, max_model_len)
-    _log.info(
-        "the KV cache holds %d tokens in %d MiB; TANDEM_KV_CACHE_MIB makes it larger or smaller",
-        num_blocks * layout.block_size,
-        num_blocks * (layout.block_nbytes + draft_nbytes) >> 20,
-    )
+    log_capacity(layout, num_blocks, draft_nbytes)
     # One kernel for all rows: what an answer writes is what a prompt would.
     sampler = Sampler(checkpoint.eos_token_ids)
     runner = NativeRunner(kernels, model)

@@ -95,7 +95,7 @@ def test_a_tier_that_raises_what_nobody_foresaw_keeps_its_threads(
 
 
 def test_pages_that_could_not_be_written_are_free(folder: Path, expected: list, monkeypatch: pytest.MonkeyPatch):
-    """Whoever gives a load up waits for those that write to its pages."""
+    """A load that is given up waits for those that write to its pages."""
     engine, loads = small_engine(folder), list[BlockLoad]()
     tiers = join(engine, host(engine), clock=Clock())
     fill(engine, tiers)
