@@ -2,7 +2,8 @@
 
 A worker that was silent for too long is declared dead here.
 
-The script that does it in Redis is store/lua/reap.lua.
+The script that does it in Redis is store/lua/reap.lua. Answers under way wait for none of this: a gateway sees the loss
+of a worker by itself (gateway.dispatch.worker_link).
 """
 
 import asyncio

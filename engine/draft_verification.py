@@ -1,4 +1,7 @@
-"""The verification of drafts: which of their tokens the model would have drawn itself."""
+"""The verification of drafts: which of their tokens the model would have drawn itself.
+
+engine.speculative proposes them; its rejection_sampling has the rule for tokens that a draft has drawn.
+"""
 
 from engine.batch_sampling import TokenDraws
 from engine.in_flight import InFlightBatch, LogitRow

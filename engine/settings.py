@@ -1,4 +1,4 @@
-"""The settings of one engine."""
+"""The settings of one engine, made of a worker's (worker.settings) in worker.core.main."""
 
 from dataclasses import dataclass
 from pathlib import Path

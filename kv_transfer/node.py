@@ -17,8 +17,7 @@ from contracts.node import TransferCapabilities
 from contracts.request import WorkerRef
 from kv_transfer.chunks import chunk_plan as plan
 from kv_transfer.chunks.device_pool import DevicePool
-from kv_transfer.connection import handshake
-from kv_transfer.connection.handshake import Identity
+from kv_transfer.connection.handshake import Identity, reject
 from kv_transfer.connection.handshake_frames import Hello
 from kv_transfer.connection.handshake_socket import HandshakeSocket
 from kv_transfer.connection.listener import Listener
@@ -328,7 +327,7 @@ class TransferNode:
         try:
             self._adopt(link)
         except Overloaded as error:
-            handshake.reject(wire, error)
+            reject(wire, error)
             wire.sock.close()
             return
         link.run(wire, self._listener.attachments.take)

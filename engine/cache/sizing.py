@@ -1,4 +1,7 @@
-"""The arithmetic of an engine's memory: how much context, how many KV blocks."""
+"""The arithmetic of an engine's memory: how much context, how many KV blocks.
+
+The bytes that a GPU has for them are counted in engine.cuda.loader.
+"""
 
 import hashlib
 import logging

@@ -1,1 +1,1 @@
-"""The backend for a CPU: one runner over torch."""
+"""The backend for a CPU: a runner over torch; for quantized files `native`, one over our C++ kernels."""

@@ -1,5 +1,7 @@
 """Paged attention on the CPU in plain torch, planned once a step and run in every layer.
 
+The native runner, engine.cpu.native, has its own in kernels/csrc/cpu/attention.h.
+
 Every call to the kernel has a shape that depends on one sequence alone, so a row's result does not depend, to the
 bit, on what else is in the batch or on how a prompt was cut: decode reads the context in parts of `DECODE_PART`
 tokens and joins them by their log-sum-exps (flash-decoding, Dao et al. 2023); prefill works on tiles of the prompt

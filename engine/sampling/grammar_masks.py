@@ -1,6 +1,6 @@
 """The tokens that a request's grammar allows next, found on threads while the device computes.
 
-checkpoint.grammar_compiler compiles the grammar.
+checkpoint.grammar_compiler compiles the grammar, logits_processors applies the masks.
 
 A grammar's state is a function of the answer's tokens alone, so nothing of it crosses in a handoff: decode reads the
 grammar out of the request's SamplingParams and lets it consume token 0.

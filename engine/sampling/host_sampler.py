@@ -1,5 +1,7 @@
 """The next token of each sequence, drawn on the host: the CPU engine's sampler.
 
+It is the base of engine.cuda.device_sampler, which draws on a GPU where a batch's requests allow.
+
 Adjusted logits, filtered probabilities, one counter-based random number.
 
 The order is that of vLLM and of OpenAI's documentation: that of logits_processors; temperature; min_p, top_k, top_p.
@@ -20,8 +22,8 @@ from engine.sampling.logits_processors import LogitsAdjustment, LogitsProcessorS
 from engine.sampling.philox import uniform
 from engine.sampling.token_masks import NO_MASKS, MaskMemory, TokenMasks
 from engine.sequence import Sequence
-from engine.speculative.acceptance import accept_or_redraw
 from engine.speculative.proposer import DrawnGuess
+from engine.speculative.rejection_sampling import accept_or_redraw
 
 _log = logging.getLogger(__name__)
 

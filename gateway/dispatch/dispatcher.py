@@ -40,7 +40,7 @@ REPLAY_PERIOD_S = 0.25
 RENEW_PERIOD_S = 1.0
 LOOK_S = 1.0
 """How long decode may take to tell a token once prefill was lost behind its own is seen in so many looks, each behind
-so many seconds: see Link of gateway.dispatch.worker_pool.
+so many seconds: see WorkerLink.
 """
 MAX_STALE_EVENTS = 4096
 

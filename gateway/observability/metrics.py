@@ -1,4 +1,4 @@
-"""What the gateway counts, as Prometheus text."""
+"""What the gateway counts, as Prometheus text; generation_run counts an answer as it goes and ends."""
 
 from collections.abc import Iterator, Mapping
 from itertools import product

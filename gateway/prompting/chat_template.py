@@ -1,4 +1,7 @@
-"""A conversation as the model was trained to see it."""
+"""A conversation as the model was trained to see it.
+
+The template is the checkpoint's, or the one that an operator gave (gateway.model_overrides).
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

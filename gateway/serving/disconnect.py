@@ -1,4 +1,8 @@
-"""Clients that leave, and what is not done for them any more."""
+"""Clients that leave, and what is not done for them any more.
+
+This is for requests that are prepared; gateway.http.streaming_response ends an answer under way, whose run then frees
+its workers.
+"""
 
 import asyncio
 import time

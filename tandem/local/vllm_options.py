@@ -1,4 +1,7 @@
-"""The options of `vllm serve`, translated to those of `tandem up`."""
+"""The options of `vllm serve`, translated to those of `tandem up`.
+
+What these mean is in tandem.local.settings, worker.settings and gateway.settings.
+"""
 
 import json
 from collections.abc import Sequence

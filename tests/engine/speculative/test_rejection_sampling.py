@@ -10,8 +10,8 @@ from engine.sampling import host_sampler
 from engine.sampling.host_sampler import Sampler
 from engine.sampling.philox import uniform
 from engine.sampling.token_masks import NO_MASKS
-from engine.speculative.acceptance import accept_or_redraw, residual
 from engine.speculative.proposer import DrawnGuess
+from engine.speculative.rejection_sampling import accept_or_redraw, residual
 from tests.engine.speculative.drafting import sequence_of
 
 P = np.array([0.05, 0.4, 0.0, 0.3, 0.25])

@@ -1,4 +1,6 @@
-"""The acceptance of drafted tokens, which leaves the distribution of an answer as it is.
+"""The rule by which a token drawn from a draft is kept: an answer's distribution stays as it is.
+
+engine.draft_verification verifies drafts, place by place; this is its rule for tokens that were drawn.
 
 Rejection sampling (Leviathan et al., ICML 2023; Chen et al. 2023): a token d that was drawn from the draft's
 distribution q is kept with probability min(1, p(d) / q(d)), p being the model's; else one is drawn from max(p - q, 0),
