@@ -29,7 +29,7 @@ def submit(engine: Engine, prompt: list[int], index: int) -> None:
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_seeded_answer_is_the_same_alone_and_in_any_batch(tmp_path, dtype, num_threads):
-    chosen = settings(model=str(save_tiny(tmp_path)), dtype=dtype, num_threads=num_threads, cache_dir=tmp_path)
+    chosen = settings(model=str(save_tiny(tmp_path)), dtype=dtype, num_threads=num_threads)
     engine = load_engine(chosen)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, VOCAB - 1, size=int(size)).tolist() for size in rng.integers(2, 150, NUM_REQUESTS)]
@@ -50,9 +50,7 @@ def test_a_seeded_answer_is_the_same_alone_and_in_any_batch(tmp_path, dtype, num
 def test_an_answer_that_is_computed_again_is_the_same(tmp_path, dtype):
     """Over more than one part of the context, in chunks longer than what attends at once."""
     engine = load_engine(
-        settings(
-            model=str(save_tiny(tmp_path)), dtype=dtype, cache_dir=tmp_path, prefix_cache=False, max_batched_tokens=96
-        )
+        settings(model=str(save_tiny(tmp_path)), dtype=dtype, prefix_cache=False, max_batched_tokens=96)
     )
     rng = np.random.default_rng(3)
     prompts = [rng.integers(0, VOCAB - 1, size).tolist() for size in (100, 37)]

@@ -82,8 +82,8 @@ def test_answers_do_not_depend_on_the_batch_or_the_chunks(folder, dtype):
     assert answers(chunked, PROMPTS, greedy()) == together
 
 
-def test_auto_serves_a_mixture(folder, tmp_path):
-    engine = load_engine(settings(model=str(folder), dtype="auto", cache_dir=tmp_path))
+def test_auto_serves_a_mixture(folder):
+    engine = load_engine(settings(model=str(folder), dtype="auto"))
     assert [len(answer) for answer in answers(engine, PROMPTS, greedy())] == [12] * len(PROMPTS)
 
 

@@ -92,12 +92,12 @@ def test_whatever_a_request_asks_for_its_tokens_are_those_without(folder: Path, 
 @pytest.mark.parametrize(
     "dtype", ["float16", *(pytest.param(d, marks=needs_bfloat16) for d in ("bfloat16", "mixed16"))]
 )
-def test_rounded_formats_answer_the_same_as_well(folder: Path, knowing, dtype: str, tmp_path: Path):
+def test_rounded_formats_answer_the_same_as_well(folder: Path, knowing, dtype: str):
     prompts = random_prompts(VOCAB, LENGTHS)
-    chosen = settings(model=str(folder), dtype=dtype, num_threads=2, cache_dir=tmp_path)
+    chosen = settings(model=str(folder), dtype=dtype, num_threads=2)
     plain = answers(load_engine(chosen), prompts, greedy(40))
     learn(knowing, prompts, plain)
-    changes = {"speculate": "knowing", "adapts_drafts": False, "dtype": dtype, "num_threads": 2, "cache_dir": tmp_path}
+    changes = {"speculate": "knowing", "adapts_drafts": False, "dtype": dtype, "num_threads": 2}
     assert answers(load_engine(settings(model=str(folder), **changes)), prompts, greedy(40)) == plain
 
 
