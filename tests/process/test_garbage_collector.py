@@ -13,13 +13,13 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def collections(monkeypatch: pytest.MonkeyPatch) -> Iterator[GcMetrics]:
-    """Those of a process that has just settled, which this one is not afterwards."""
+    """Those of a process that has just settled; before, nothing is left alone."""
     found = GcMetrics()
     monkeypatch.setattr(collector, "COLLECTIONS", found)
+    gc.unfreeze()
     freeze_startup_objects()
     yield found
     gc.callbacks.remove(found)
-    gc.unfreeze()
 
 
 def test_what_was_there_is_not_looked_at_again(collections):
