@@ -35,6 +35,7 @@ from engine.forward_pass import ForwardPass
 from engine.handoff import Handoff
 from engine.intake import Intake
 from engine.messages import EngineRequest, EngineStats, Reservation, StepObserver, StepOutput
+from engine.prefill_measurement import measure_prefill_rate
 from engine.prefix_export import PrefixExport
 from engine.prefix_loads import ReservedLoads
 from engine.request_release import RequestRelease
@@ -71,6 +72,7 @@ class Engine:
         self.max_model_len = max_model_len
         max_mixed_tokens = min(settings.max_mixed_tokens or budget, budget)
         self.capacity_tokens = cache.num_blocks * cache.layout.block_size
+        self._max_chunk_tokens = min(budget, max_model_len - 1, self.capacity_tokens)
         drafting = None if head_name(settings.speculate) is None else backend.drafting
         self.runner, self.sampler = backend.runner if drafting is None else drafting.runner, sampler
         self._cache, self._close = cache, backend.close
@@ -124,6 +126,15 @@ class Engine:
     def use_lower_tiers(self, tiers: LowerTiers) -> None:
         """Look for prefixes in tiers below the pool from now on, and offer them what is computed."""
         self.scheduler.lower_tiers = self._prefix_cache.lower_tiers = self._reserved_loads.lower_tiers = tiers
+
+    def measure_prefill_rate(self) -> float:
+        """Return how many tokens of a prompt are computed per second, by computing some.
+
+        For an engine that has nothing to do yet: it takes up to a second, or twice what 16 tokens take.
+        """
+        assert not self.has_work()
+        vocab_size = self.checkpoint.config.vocab_size
+        return measure_prefill_rate(self.runner, self.pool, self._max_chunk_tokens, vocab_size)
 
     def submit(self, request: EngineRequest) -> None:
         """Queue a request. Raises RequestError if it can never run, Overloaded when the queue is full."""

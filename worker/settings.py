@@ -132,6 +132,11 @@ class WorkerSettings(BaseSettings):
         return url
 
     @property
+    def has_tiers(self) -> bool:
+        """Return whether KV is kept in tiers below the cache."""
+        return bool(self.kv_host_gib or self.kv_disk or self.kv_store)
+
+    @property
     def advertised_host(self) -> str:
         if self.advertise_host:
             return self.advertise_host

@@ -59,8 +59,8 @@ class PromptServer:
 
             asked = {name: getattr(options, name) for name in ("model", "kv_host_gib", "kv_disk", "kv_store")}
             settings = WorkerSettings.model_validate({"worker_id": "bench", **asked})
+            self._rate = self._engine.measure_prefill_rate()
             self._tiers = open_tiers(settings, self._engine, lambda: self._rate, self._woken.set)
-            assert self._tiers is not None
             self._engine.use_lower_tiers(self._tiers)
 
     @property

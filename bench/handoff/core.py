@@ -269,8 +269,8 @@ def serve(link: FrontLink, start: Start, spec: CoreSpec, engine: Engine) -> None
         core.use_peers(PeerPrefixes(me, engine, node, attempts, roles, lambda: core.prefill_rate))
     if spec.kv_host_gib:
         given = WorkerSettings.model_validate({"role": WorkerRole.MIXED, "kv_host_gib": spec.kv_host_gib})
-        if tiers := open_tiers(given, engine, lambda: core.prefill_rate, link.wake):
-            core.use_tiers(tiers)
+        core.measure_prefill_rate()
+        core.use_tiers(open_tiers(given, engine, lambda: core.prefill_rate, link.wake))
     freeze_startup_objects()
     link.send(ready_of(engine, node))
     try:

@@ -16,8 +16,6 @@ ATTENTION_TOKENS = 16384
 
 A rough figure is enough: it makes later blocks dearer, and sets no deadline.
 """
-GUESSED_TOKENS_PER_S = 1000.0
-"""The rate of computing prompts until one is measured."""
 MAX_DELAY_SHARE = 0.1
 """A load may delay a first token by so much of what computing the whole prompt takes."""
 MAX_BATCH = 8

@@ -75,6 +75,16 @@ def test_greedy_answers_equal_transformers(family, device):
         assert engine.stats().prefix_hit_tokens > 0
 
 
+def test_the_rate_of_prompts_is_measured_by_all(folder, device):
+    with engine_on(device, folder, 1) as engine:
+        expected = answers(engine, PROMPTS, greedy(4))
+    with engine_on(device, folder, 2) as engine:
+        assert engine.measure_prefill_rate() > 0
+        engine.check()
+        assert engine.pool.num_available == engine.pool.num_blocks
+        assert answers(engine, PROMPTS, greedy(4)) == expected
+
+
 @pytest.mark.parametrize("family", ["qwen3", "gpt_oss"])
 def test_two_gpus_for_each_kv_head(tmp_path, device, family):
     """Norms of heads; biases and sinks. Four of them, if there are, have room for no more than two without copies."""

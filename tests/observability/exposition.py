@@ -73,7 +73,7 @@ def _tiers() -> Iterator[KVTiers]:
         disk = DiskTier(Path(folder, "disk"), LAYOUT.shared_id.hex(), 1 << 20)
         host, store = HostMemoryTier(1 << 20, RECORD_NBYTES), open_remote_store(f"file://{folder}")
         host._stats.refused.update(full=0, unavailable=0)  # which a tier shows once it has refused for these reasons
-        tiers = KVTiers([host, disk, store], LAYOUT, HostPages([pages]), [0], lambda: 0.0, lambda: None)
+        tiers = KVTiers([host, disk, store], LAYOUT, HostPages([pages]), [0], lambda: 1000.0, lambda: None)
         try:
             yield tiers
         finally:

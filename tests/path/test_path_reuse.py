@@ -29,7 +29,7 @@ GREEDY = SamplingParams(max_tokens=70, seed=0, temperature=0.0, ignore_eos=True)
 PROMPT = [2 + i % 200 for i in range(300)]
 NEXT = [7] * 20
 BLOCK = 16
-SLOW, FAST = 10.0, 1e9
+SLOW, FAST, UNKNOWN = 10.0, 1e9, 0.0
 """Tokens a second at which any pull pays, and none."""
 
 
@@ -177,9 +177,10 @@ def test_prompt_and_answer_come_from_who_decoded(pool: Pool, expected: Callable[
     assert (again.tokens, pool.counters()["kv_peer_loads"]) == (answer.tokens, 1)
 
 
-def test_what_is_not_worth_it_is_not_pulled(pool: Pool) -> None:
+@pytest.mark.parametrize("tokens_per_s", [FAST, UNKNOWN])
+def test_what_is_not_worth_it_is_not_pulled(pool: Pool, tokens_per_s: float) -> None:
     prompt = first_turn(pool)
-    pool.tokens_per_s = FAST
+    pool.tokens_per_s = tokens_per_s
     assert pool.ask(second_turn(pool, prompt)).cached == 0
     assert sum(pool.counters()[f"kv_peer_{name}"] for name in ("loads", "refused", "given_up", "failed")) == 0
     pool.assert_clean()

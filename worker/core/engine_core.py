@@ -63,6 +63,12 @@ class EngineCore(StepObserver):
         """Return the tokens of prompts that are computed per second; 0.0 while unknown."""
         return self._status.prefill_rate
 
+    def measure_prefill_rate(self) -> None:
+        """Find out how fast prompts are computed: a load is planned by that before the first one is."""
+        tokens_per_s = self._engine.measure_prefill_rate()
+        log.info("prompts are computed at %.0f tokens/s, as measured at the start", tokens_per_s)
+        self._status.start_at(tokens_per_s)
+
     def use_tiers(self, tiers: KVTiers) -> None:
         """Keep KV in tiers below the pool as well, and load it from there."""
         self._engine.use_lower_tiers(tiers)

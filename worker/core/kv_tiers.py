@@ -17,15 +17,7 @@ from contracts.ids import RequestId
 from contracts.kv_store import BlockKey, KVStore
 from contracts.layout import KVLayout
 from contracts.node import TierSpeed
-from engine.cache.load_plan import (
-    GUESSED_TOKENS_PER_S,
-    EndedLoad,
-    LoadBudget,
-    NewBlock,
-    PrefixLoad,
-    TierRate,
-    compute_seconds,
-)
+from engine.cache.load_plan import EndedLoad, LoadBudget, NewBlock, PrefixLoad, TierRate, compute_seconds
 from engine.cuda.kv.tier_pages import TierPages
 from kv_transfer.tiers.record_codec import RecordCodec
 from worker.core.block_load import BlockLoad, LoadPurpose
@@ -48,8 +40,8 @@ class KVTiers:
     """The engine's LowerTiers over `tiers`, the fastest first.
 
     `pages`: the pool; `generations`: see BlockPool.
-    `tokens_per_s` returns how fast prompts are computed, 0.0 while that is unknown. `ring` wakes the engine's thread.
-    `levels`: of compression, that records may be written at.
+    `tokens_per_s` returns how fast prompts are computed, which is known from the start. `ring` wakes the engine's
+    thread. `levels`: of compression, that records may be written at.
     """
 
     def __init__(
@@ -288,12 +280,9 @@ class KVTiers:
     def _key(self, digest: bytes) -> BlockKey:
         return BlockKey(block_key(self._layout.shared_id, digest))
 
-    def _rate(self) -> float:
-        return self._tokens_per_s() or GUESSED_TOKENS_PER_S
-
     def _compute_budget(self, load: PrefixLoad) -> LoadBudget:
         size = self._layout.block_size
-        return LoadBudget(load.first_token, load.num_tokens, size, self._rate(), late_s=load.late_s)
+        return LoadBudget(load.first_token, load.num_tokens, size, self._tokens_per_s(), late_s=load.late_s)
 
     def _block_compute_s(self, first_token: int) -> float:
-        return compute_seconds(first_token, self._layout.block_size, self._rate())
+        return compute_seconds(first_token, self._layout.block_size, self._tokens_per_s())

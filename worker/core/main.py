@@ -91,7 +91,9 @@ def serve(
             core = EngineCore(me, engine, node, roles, attempts, link)
             core.use_peers(PeerPrefixes(me, engine, node, attempts, roles, lambda: core.prefill_rate))
             with ExitStack() as stack:
-                if tiers := open_tiers(settings, engine, lambda: core.prefill_rate, link.wake):
+                if settings.has_tiers:
+                    core.measure_prefill_rate()  # before threads of tiers take their part of the machine
+                    tiers = open_tiers(settings, engine, lambda: core.prefill_rate, link.wake)
                     stack.callback(tiers.close)
                     core.use_tiers(tiers)
                 freeze_startup_objects()

@@ -27,13 +27,11 @@ takes the first folder of its role that no other writes to, so a later one finds
 
 def open_tiers(
     settings: WorkerSettings, engine: Engine, tokens_per_s: Callable[[], float], wake: Callable[[], None]
-) -> KVTiers | None:
-    """Return the tiers that settings ask for, the fastest first; None if they ask for none.
+) -> KVTiers:
+    """Return the tiers that settings ask for, the fastest first; they ask for one at least.
 
     Raises ConfigError, which names the setting, for one that can't be.
     """
-    if not (settings.kv_host_gib or settings.kv_disk or settings.kv_store):
-        return None
     pages = pages_of(engine)
     record_nbytes, is_on_gpu = max_record_nbytes(engine.layout), isinstance(pages, TierPages)
     require_memory(settings, record_nbytes, is_on_gpu, available_nbytes())

@@ -15,7 +15,7 @@ from contracts.handoff import Abort, ChunkHeader, Commit, Grant, Offer, PrefixRe
 from contracts.ids import Epoch, RequestId, WorkerId
 from contracts.request import WorkerRef
 from contracts.sampling import SamplingParams
-from engine.cache.load_plan import GUESSED_TOKENS_PER_S, LoadBudget, TierOffer, TierRate, plan_load
+from engine.cache.load_plan import LoadBudget, TierOffer, TierRate, plan_load
 from engine.engine import Engine
 from engine.messages import EngineRequest, Reservation
 from kv_transfer.events import ChunkBad, ChunkLanded, Drained, MessageReceived, PeerDisconnected, TransferEvent
@@ -85,8 +85,8 @@ class Pull:
 class PrefixPuller:
     """The pulls of this worker.
 
-    `tokens_per_s` returns how fast it computes prompts, 0.0 while that is unknown. A pull ends by its budget at the
-    latest, see LoadBudget: then loading and computing take little longer than computing alone.
+    `tokens_per_s` returns how fast it computes prompts, 0.0 while that is unknown: then nothing is pulled. A pull ends
+    by its budget at the latest, see LoadBudget: then loading and computing take little longer than computing alone.
     """
 
     def __init__(
@@ -109,10 +109,12 @@ class PrefixPuller:
         job, size = attempt.job, self._engine.layout.block_size
         source, held = job.route.source, self._engine.prefix_exports.count(digests, attempt.loss)
         missing = digests[held : held + MAX_BLOCKS]
-        tokens_per_s = self._tokens_per_s() or GUESSED_TOKENS_PER_S
+        tokens_per_s = self._tokens_per_s()
         block_s = self._engine.layout.block_nbytes / self._rate.nbytes_per_s
         best = TierOffer("peer", len(missing), self._rate.latency_s, block_s)
         if source is None or len(self._open) >= MAX_PULLS or not missing or not self._node.checks_chunks:
+            return False
+        if not tokens_per_s:  # whether a pull pays, and when it is late, is told by what computing takes
             return False
         if not plan_load([best], held * size, size, tokens_per_s).parts:
             self._rate.passed_over()

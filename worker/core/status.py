@@ -70,6 +70,7 @@ class StatusReporter:
         self.tiers: KVTiers | None = None
         self._prefill = Rate()
         self._decode = Rate()
+        self._first_rate = 0.0
 
     def stepped(self, num_prefill_tokens: int, num_decode_tokens: int, span_s: float) -> None:
         """Account one engine step.
@@ -84,10 +85,14 @@ class StatusReporter:
         self._prefill.add(num_prefill_tokens, span_s, min(FULL_TOKENS, most // 2))
         self._decode.add(num_decode_tokens, span_s)
 
+    def start_at(self, tokens_per_s: float) -> None:
+        """Take what was measured at the start for the rate of prompts until a step is full."""
+        self._first_rate = tokens_per_s
+
     @property
     def prefill_rate(self) -> float:
         """Return the tokens of prompts that are computed per second; 0.0 while unknown."""
-        return self._prefill.value
+        return self._prefill.value or self._first_rate
 
     def due(self, now: float) -> CoreStatus | None:
         self._num_turns += 1

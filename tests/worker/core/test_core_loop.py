@@ -354,6 +354,20 @@ def test_placement_is_told_a_rate_once_a_step_was_full():
     assert ring.ends("long") and side.core._status.report().load.prefill_rate == pytest.approx(full / 0.5)
 
 
+def test_loads_are_planned_by_what_was_measured_until_a_step_is_full(monkeypatch):
+    ring = Ring()
+    side, full = ring.sides[P], ring.sides[P].engine.prompt_tokens_beside(0) // 2
+    assert side.core.prefill_rate == 0.0
+    side.engine.span_s = 0.5
+    monkeypatch.setattr(side.engine, "measure_prefill_rate", lambda: 60_000.0, raising=False)
+    side.core.measure_prefill_rate()
+    assert side.core.prefill_rate == 60_000.0
+    assert side.core._status.report().load.prefill_rate == 0.0, "placement goes by full steps alone"
+    ring.both(ring.job("long", list(range(2 * full)), 2))
+    ring.settle()
+    assert ring.ends("long") and side.core.prefill_rate == pytest.approx(full / 0.5)
+
+
 @pytest.mark.parametrize("bounds_gaps", [False, True])
 def test_placement_is_told_whether_steps_keep_to_an_objective(bounds_gaps):
     side = Ring().sides[P]
