@@ -76,6 +76,8 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     page_nbytes]` in each shard: the shards' parts of a block in a plane, one after the other, are the page of a cache
     with one shard. Where more GPUs than KV heads share a cache, there are copies of each shard, which do not appear
     here. `model` is a fingerprint of configuration and weights, since the KV of one model means nothing to another.
+    `rounding` names the number format in which weights and activations compute it, as `--dtype` does: pages of one form
+    may come from several, each with values of its own.
     `block_size` is the number of tokens that the prefix cache hashes together, and at multiples of which prompts are
     cut into chunks; the block size of each group divides it. Optional groups stand behind the model's.
 
@@ -87,6 +89,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     block_size: int
     groups: tuple[KVGroup, ...]
     tp_size: int = 1
+    rounding: str = ""
 
     def __post_init__(self) -> None:
         if not self.groups:
@@ -110,6 +113,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         dtype: str,
         scales: str = "none",
         tp_size: int = 1,
+        rounding: str = "",
     ) -> Self:
         """Return the layout of a model all of whose layers are one group of full attention."""
         group = KVGroup(
@@ -120,7 +124,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
             dtype=dtype,
             scales=scales,
         )
-        return cls(model=model, block_size=block_size, groups=(group,), tp_size=tp_size)
+        return cls(model=model, block_size=block_size, groups=(group,), tp_size=tp_size, rounding=rounding)
 
     def with_groups(self, **changes: object) -> "KVLayout":
         """Return the layout with these fields of every group changed."""
@@ -134,7 +138,11 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 
     @property
     def model_part(self) -> "KVLayout":
-        """Return the layout without its optional groups: what two workers must have in common to exchange KV."""
+        """Return what two workers must have in common to hand KV over.
+
+        It is the layout without its optional groups, and however weights are rounded: an answer may go on behind KV of
+        another rounding, which is kept apart from one's own (contracts.kv_loss).
+        """
         return _model_part_of(self)
 
     @property
@@ -168,9 +176,8 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     def shared_id(self) -> bytes:
         """Return 16 bytes that differ where the pages of equal tokens differ, whatever the number of shards.
 
-        They cover the model and every group: layers, planes and their order, heads, format, scales, block size. They do
-        not say how weights were rounded where KV was computed. With a block's chained hash they make its key
-        (contracts.hashing.block_key).
+        They cover the model, how it is rounded, and every group: layers, planes and their order, heads, format, scales,
+        block size. With a block's chained hash they make its key (contracts.hashing.block_key).
         """
         return _shared_digest_of(self)
 
@@ -178,7 +185,10 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         return -(-num_tokens // self.block_size)
 
     def difference(self, theirs: "KVLayout") -> tuple[str, object, object] | None:
-        """Return the first field that differs, such as "groups[0].dtype", with its two values, or None."""
+        """Return the first field that differs, such as "groups[0].dtype", with its two values, or None.
+
+        `rounding` is none of them: it makes no pages of another form.
+        """
         if field := _first_difference(self, theirs, ("model", "block_size")):
             return field
         if len(self.groups) != len(theirs.groups):
@@ -202,7 +212,7 @@ def _first_difference(ours: object, theirs: object, fields: tuple[str, ...]) -> 
 @lru_cache(maxsize=64)
 def _model_part_of(layout: KVLayout) -> KVLayout:
     needed = [index for index, group in enumerate(layout.groups) if not group.is_optional]
-    return layout if len(needed) == len(layout.groups) else layout.of_groups(needed)
+    return msgspec.structs.replace(layout.of_groups(needed), rounding="")
 
 
 @lru_cache(maxsize=64)  # needed for each chunk, and a pool has few layouts

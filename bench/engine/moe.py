@@ -115,7 +115,7 @@ def agreement_rows(device: torch.device, config: ModelConfig = SMALL) -> list[Re
 
 def cpu_engine(settings: EngineSettings, config: ModelConfig, source: KeptWeights) -> Engine:
     checkpoint, made = random_checkpoint("small", config), FORMATS[settings.dtype]
-    layout = kv_layout(checkpoint, settings.block_size, made.kv_dtype)
+    layout = kv_layout(checkpoint, settings.block_size, made.kv_dtype, settings.dtype)
     cache = KVCache(layout, (settings.kv_cache_nbytes or 0) // layout.block_nbytes)
     model = Decoder(config, load_weights(config, source, made, lambda *_: None), config.max_model_len)
     backend = Backend(cache, CpuRunner(model, cache), Sampler(()), settings.dtype, config.max_model_len, True)

@@ -26,10 +26,12 @@ _SETTING = "kv_cache_mib, TANDEM_KV_CACHE_MIB"
 _log = logging.getLogger(__name__)
 
 
-def kv_layout(checkpoint: Checkpoint, block_size: int, dtype: str, variant: str = "") -> KVLayout:
-    """Return how KV lies in pages, of this `dtype`. Workers that round weights otherwise share it.
+def kv_layout(checkpoint: Checkpoint, block_size: int, dtype: str, rounding: str, variant: str = "") -> KVLayout:
+    """Return how KV lies in pages, of this `dtype`.
 
-    `variant`: set where KV is not to meet that of the model's other workers: the two parts of a rotary pair lie
+    Workers of another `rounding` hand over to it and share nothing.
+
+    `variant`: set where KV is not to meet that of the model's other workers at all: the two parts of a rotary pair lie
     otherwise than side by side, or activations are rounded otherwise.
     """
     config = checkpoint.config
@@ -40,6 +42,7 @@ def kv_layout(checkpoint: Checkpoint, block_size: int, dtype: str, variant: str 
         head_dim=config.head_dim,
         block_size=block_size,
         dtype=dtype,
+        rounding=rounding,
     )
 
 

@@ -41,7 +41,7 @@ def load_cpu_backend(settings: EngineSettings, checkpoint: Checkpoint, progress:
         return load_native_backend(settings, checkpoint, source, native, torch.get_num_threads(), progress)
     dtype = resolve_dtype(settings, source)
     number_format = FORMATS[dtype]
-    layout = kv_layout(checkpoint, settings.block_size, number_format.kv_dtype)
+    layout = kv_layout(checkpoint, settings.block_size, number_format.kv_dtype, dtype)
     head = open_head(settings, checkpoint, layout)
     draft_nbytes = 0 if head is None else head.block_nbytes
     num_blocks = blocks_in(cache_nbytes(settings, layout, available_nbytes()), layout, draft_nbytes)

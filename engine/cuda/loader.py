@@ -150,7 +150,8 @@ class DeviceBackendBuilder:
     @torch.inference_mode()
     def _prepare(self, progress: Progress) -> tuple[Launcher, int]:
         settings = self._settings
-        layout = kv_layout(self._checkpoint, self._block_size, self._format.kv_dtype, "-halves")
+        rounding = settings.dtype.removesuffix("-head")  # the head computes no KV
+        layout = kv_layout(self._checkpoint, self._block_size, self._format.kv_dtype, rounding, "-halves")
         layout = msgspec.structs.replace(layout, tp_size=kv_shard(self._checkpoint.config, self._group.shard).size)
         self._load(layout, progress)
         with self._stage("compile", progress):

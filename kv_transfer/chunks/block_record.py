@@ -28,7 +28,7 @@ from contracts.layout import KVLayout
 from kv_transfer.chunks import checksum as integrity
 from kv_transfer.chunks.page_sums import page_sums
 
-VERSION = 3
+VERSION = 4
 ALIGNMENT = 64
 RAW = "raw"
 """The codec of a payload that is the block's bytes as they are."""
@@ -113,7 +113,7 @@ def shared_fields(layout: KVLayout) -> dict[str, Any]:
 
     The dictionary is shared: nobody changes it.
     """
-    fields: dict[str, Any] = {"model": layout.model, "block_size": layout.block_size}
+    fields: dict[str, Any] = {name: getattr(layout, name) for name in ("model", "rounding", "block_size")}
     for index, group in enumerate(layout.groups):
         described: dict[str, Any] = to_builtins(group)
         for name, value in described.items():

@@ -9,6 +9,7 @@ import math
 
 import msgspec
 
+from contracts.kv_loss import EXACT, of_rounding
 from contracts.layout import KVLayout
 from kv_transfer.connection.handshake_frames import Terms
 
@@ -60,6 +61,11 @@ def shared_groups(sender: KVLayout, receiver: KVLayout) -> list[tuple[int, int]]
     theirs = {receiver.groups[index]: index for index in _where(receiver, is_optional=True)}
     ours = _where(sender, is_optional=True)
     return pairs + [(index, theirs[group]) for index in ours if (group := sender.groups[index]) in theirs]
+
+
+def rounding_loss(sender: KVLayout, receiver: KVLayout) -> str:
+    """Return the loss that the sender's KV has for the receiver, which may compute other values."""
+    return EXACT if sender.rounding == receiver.rounding else of_rounding(sender.rounding)
 
 
 def why_left_out(ours: KVLayout, theirs: KVLayout) -> str:

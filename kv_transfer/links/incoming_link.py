@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 
+import msgspec
+
 from contracts.errors import TandemError, TransferError
 from contracts.handoff import (
     Abort,
@@ -22,6 +24,7 @@ from contracts.handoff import (
     PullReady,
     PullScheduled,
 )
+from contracts.kv_loss import EXACT, joined
 from kv_transfer.chunks.device_pool import RemotePool
 from kv_transfer.connection import handshake
 from kv_transfer.connection import layout_negotiation as conversion
@@ -52,12 +55,21 @@ class IncomingLink(Link):
         self._layout = parts.layout
         self._pull_receiver: PullReceiver | None = None
         self._is_quiet = self._has_looked = self._hears_fetched = False
+        self._rounding_loss = EXACT
         super().__init__(parts, hello.worker_id, hello.incarnation, self.grants)
 
     def run(self, wire: HandshakeSocket, attached: Callable[[bytes], socket.socket]) -> None:
         """Serve the link in the thread that shook hands."""
         self._hold(wire.sock)
         self._run_to_the_end(lambda: self._agree_and_serve(wire, attached))
+
+    @property
+    def accepted_loss(self) -> str:
+        """Return the loss of cached KV that serves as well as what comes over this link.
+
+        Of KV in another number format that is what the same peers sent uncompressed; else see Link.
+        """
+        return self._rounding_loss or super().accepted_loss
 
     def grant(self, grant: Grant) -> None:
         """Grant pages; ignored if the offer is gone.
@@ -86,6 +98,7 @@ class IncomingLink(Link):
             theirs = handshake.agree(wire, ours, sends=False)
             self._share(theirs.layout, [ours_ for _, ours_ in conversion.shared_groups(theirs.layout, ours.layout)])
             self._layout = ours.layout.of_groups(self.groups)
+            self._rounding_loss = conversion.rounding_loss(theirs.layout, ours.layout)
             self.grants.agreed(self._layout, [self.parts.pools[group].num_blocks for group in self.groups])
             for pool in self.parts.pools:
                 pool.agreed(conversion.num_parts(ours.layout, theirs.layout), sends=False)
@@ -174,18 +187,24 @@ class IncomingLink(Link):
             self.send(commit)
 
     def _on_arrived(self, header: ChunkHeader) -> None:
-        self.parts.emit(ChunkLanded(self.peer_id, header, time.monotonic()))
+        self.parts.emit(self._landed(header))
 
     def _on_fetched(self, header: ChunkHeader) -> None:
         """Queue the event; the owner is woken after a look for what came with it, such as token 0.
 
         Two threads that are awake disturb each other.
         """
-        self.parts.note(ChunkLanded(self.peer_id, header, time.monotonic()))
+        self.parts.note(self._landed(header))
         self._is_quiet = True
         granted = self.grants.find((header.request_id, header.epoch)) if self._hears_fetched else None
         if granted is not None and granted.offer.is_bound:
             self.send(Fetched(header.request_id, header.epoch, header.index))
+
+    def _landed(self, header: ChunkHeader) -> ChunkLanded:
+        """Return the event of a chunk that is in its pages, with all that it is not what this worker computes."""
+        if self._rounding_loss:
+            header = msgspec.structs.replace(header, loss=joined(header.loss, self._rounding_loss))
+        return ChunkLanded(self.peer_id, header, time.monotonic())
 
     def _on_bad(self, header: ChunkHeader, reason: str) -> None:
         log.warning("chunk %d of %s from %s is bad: %s", header.index, header.request_id, self.peer_id, reason)

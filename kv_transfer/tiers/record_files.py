@@ -4,7 +4,7 @@ A record is written beside its place and renamed into it, so a reader finds a wh
 Nothing is flushed: after a power cut a file may be empty or torn, which the checksum of the record finds. The name says
 what an index needs, so that no file is read to make one:
 
-    FOLDER/v3/LAYOUT_ID/ab/KEY.PARENT.MICROSECONDS.kv     key and parent in hexadecimal, "-" for no parent
+    FOLDER/v4/LAYOUT_ID/ab/KEY.PARENT.MICROSECONDS.kv     key and parent in hexadecimal, "-" for no parent
 """
 
 import errno

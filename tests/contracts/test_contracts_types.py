@@ -65,12 +65,13 @@ def test_an_adapter_and_a_salt_begin_a_chain_of_their_own():
 
 def test_a_key_is_the_same_in_every_process():
     """Pinned: a store outlives the version that filled it."""
-    assert layout().shared_id.hex() == "14f0fedd896618f2a372d04cbe829a61"
-    assert block_key(layout().shared_id, chain_hashes(range(4), 4)[0]).hex() == "ca50b3900862dc0c6def5cafd11e51f2"
+    assert layout().shared_id.hex() == "4702581ae93b44b2f1e0e35b752baa8f"
+    assert block_key(layout().shared_id, chain_hashes(range(4), 4)[0]).hex() == "c70dde6b4fefd358d27cea2e3ef833af"
 
 
 def test_a_key_differs_with_anything_that_decides_a_block():
     others = (layout(model="n"), layout(block_size=32), layout(scales="page"), layout().with_groups(planes=("v", "k")))
+    others = (*others, layout(rounding="int4"), layout(rounding="float32"))
     chains = (b"", salted("salt"), salted("", b"adapter"), chain_hashes(range(16), 16)[0])
     layouts = (layout(), two_groups(), two_groups(dtype="float32"), two_groups(weights="x"), *others)
     blocks = [chain_hashes(range(100, 132), 16, previous=chain)[-1] for chain in chains]
@@ -173,6 +174,12 @@ def test_a_group_of_rows_keeps_one_row_for_a_block():
     row = structs.replace(DRAFT, kind="draft_row", planes=("row",), num_kv_heads=1, head_dim=9)
     assert (row.rows, row.page_nbytes(1), row.block_nbytes) == (1, 18, 18)
     assert (DRAFT.rows, row.num_blocks(17)) == (8, 3)
+
+
+def test_two_that_round_otherwise_hand_over_and_share_nothing():
+    ours, theirs = layout(rounding="float32"), layout(rounding="int4")
+    assert ours.difference(theirs) is None and ours.model_part == theirs.model_part == layout()
+    assert ours.shared_id != theirs.shared_id and ours.layout_id != theirs.layout_id
 
 
 def test_the_models_part_is_the_layout_without_groups_of_other_weights():

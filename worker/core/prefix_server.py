@@ -167,7 +167,7 @@ class PrefixServer:
     def _refusal(self, peer_id: WorkerId, request: PrefixRequest) -> str:
         """Return why a request is not served, whatever is cached; empty if it may be."""
         if request.shared_id != self._engine.layout.shared_id:
-            return "shared_id differs: the KV of this worker is of another model, format or block size"
+            return "shared_id differs: the KV of this worker is of another model, number format or block size"
         if request.reader.worker_id != peer_id:
             return f"reader is {request.reader.worker_id}; the request came from {peer_id}"
         if not self._node.ensure_link(request.reader):

@@ -38,7 +38,7 @@ def load_native_backend(
 ) -> Backend:
     """Return the model, ready to run. Raises ConfigError, which says what to do."""
     kernels.set_threads(num_threads)
-    layout = kv_layout(checkpoint, settings.block_size, kv_dtype, f"-{NATIVE}{NUMERICS}")
+    layout = kv_layout(checkpoint, settings.block_size, kv_dtype, NATIVE, f"-{NATIVE}{NUMERICS}")
     head = open_head(settings, checkpoint, layout)
     draft_nbytes = 0 if head is None else head.block_nbytes
     num_blocks = blocks_in(cache_nbytes(settings, layout, available_nbytes()), layout, draft_nbytes)

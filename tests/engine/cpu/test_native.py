@@ -143,7 +143,7 @@ def test_auto_takes_it_for_quantized_files_alone(folder):
 
 def test_native_kv_meets_no_other(tmp_path):
     engine = load_engine(settings(dtype="native", cache_dir=tmp_path))
-    found = engine.layout.difference(kv_layout(engine.checkpoint, engine.layout.block_size, "bfloat16"))
+    found = engine.layout.difference(kv_layout(engine.checkpoint, engine.layout.block_size, "bfloat16", "bfloat16"))
     assert found is not None and found[0] == "model"
 
 

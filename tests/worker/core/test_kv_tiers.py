@@ -9,12 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from contracts.errors import LayoutMismatch
 from contracts.kv_store import BlockKey, BlockWorth, KVStore
 from engine.cache.load_plan import NewBlock
 from engine.engine import Engine
 from engine.loader import load_engine
 from engine.messages import StepOutput
-from kv_transfer.chunks.block_record import VERSION, max_record_nbytes
+from kv_transfer.chunks.block_record import VERSION, max_record_nbytes, verify
 from kv_transfer.tiers.host_memory import HostMemoryTier
 from kv_transfer.tiers.remote_store import open_remote_store
 from tests.engine.driving import drain, greedy, request, settings, tokens_of
@@ -142,6 +143,27 @@ def test_no_fault_of_a_tier_is_a_wrong_token(folder: Path, expected: list):
     assert tier.num_faults > 20
     assert engine.stats().free_tokens == engine.capacity_tokens
     tiers.close()
+
+
+def test_another_rounding_on_the_same_folder_is_not_used(folder: Path, tmp_path: Path):
+    """Both keep KV in float32, of weights in float32 and in float16."""
+    engine = small_engine(folder)
+    tiers = join(engine, disk(engine, tmp_path))
+    answer(engine, PROMPTS[0], "a")
+    settled(tiers)
+    tiers.close()
+    record = next(tmp_path.glob(f"v{VERSION}/*/*/*.kv"))
+    key = BlockKey(bytes.fromhex(record.name.split(".")[0]))
+    other = load_engine(settings(model=str(folder), dtype="float16"))
+    assert other.layout.only_group == engine.layout.only_group
+    foreign = disk(other, tmp_path)
+    tiers = join(other, foreign)
+    assert cached_tokens(other, PROMPTS[0], "b")[0] == 0
+    assert foreign.stats()["foreign_blocks"] > 0 and foreign.stats()["hit_blocks"] == 0
+    settled(tiers)
+    tiers.close()
+    with pytest.raises(LayoutMismatch, match="rounding"):
+        verify(memoryview(record.read_bytes()), key, other.layout)
 
 
 def test_another_dtype_on_the_same_folder_is_not_used(folder: Path, tmp_path: Path):
