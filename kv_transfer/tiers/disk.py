@@ -10,7 +10,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -59,6 +58,7 @@ class DiskTier:
         self._places: dict[BlockKey, str] = {}
         self._foreign: deque[ForeignFile] = deque()
         self._foreign_nbytes = 0
+        self._doomed: deque[str] = deque()
         self._stats = TierStats()
         self._lock = threading.Lock()
         self._lock_file: TextIO | None = None
@@ -110,12 +110,13 @@ class DiskTier:
             gone = self._policy.add(key, len(record), worth)
             evicted = [self._places.pop(other, "") for other in gone]
             is_kept = key in self._policy
-            evicted += self._make_foreign_room()
+            self._doomed += filter(None, evicted)
+            self._doomed += self._make_foreign_room()
         for other in gone:
             self.held.remove(other)
         place = self._files.place(key, worth)
         try:
-            self._remove_files([gone for gone in evicted if gone])
+            self._remove_doomed()
             if is_kept:
                 self._files.write(place, record)
         except OSError as error:
@@ -138,8 +139,11 @@ class DiskTier:
                 self._policy.remove(key)
                 place = self._places.pop(key, None)
             if place is not None:
-                with suppress(OSError):  # it is not in the index any more; the next start finds it faulty again
+                try:
                     self._files.remove(place)
+                except OSError:
+                    with self._lock:
+                        self._doomed.append(place)
 
     def stats(self) -> dict[str, float]:
         with self._lock:
@@ -170,8 +174,10 @@ class DiskTier:
                 self._index()
             else:
                 self._unreadable = "another process uses it; give each worker a folder of its own"
-        except OSError as error:
-            self._unreadable = str(error)
+        except Exception as error:  # whatever is in the folder: the tier is off then, and says so
+            if not isinstance(error, OSError):
+                _log.error("KV on disk: what is in %s can't be indexed", self._files.folder, exc_info=error)
+            self._unreadable = str(error) or type(error).__name__
         if self._unreadable:
             self._retry_at_s = self._clock() + RETRY_S
             _log.warning(
@@ -212,7 +218,8 @@ class DiskTier:
             too_much += [self._places.pop(key) for key in gone]
         self._foreign = deque(sorted(self._files.scan_foreign()))
         self._foreign_nbytes = sum(file.nbytes for file in self._foreign)
-        self._remove_files([*too_much, *self._make_foreign_room()])
+        self._doomed += [*too_much, *self._make_foreign_room()]
+        self._remove_doomed()
         self._mark(found)
         if self._foreign:
             _log.warning(
@@ -237,10 +244,21 @@ class DiskTier:
         for key, num_blocks in prefix_lengths(parents).items():
             self.held.add(key, num_blocks)
 
-    def _remove_files(self, places: Sequence[str]) -> None:
-        for place in places:
-            self._files.remove(place)
-            self._stats.num_evicted += 1
+    def _remove_doomed(self) -> None:
+        """Remove the files that the index has no more; those that can't be removed come first the next time.
+
+        So nothing is written while they take room that nobody counts. Raises OSError.
+        """
+        with self._lock:
+            places, self._doomed = self._doomed, deque()
+        try:
+            while places:
+                self._files.remove(places[0])
+                places.popleft()
+                self._stats.num_evicted += 1
+        finally:
+            with self._lock:
+                self._doomed += places
 
     def _make_foreign_room(self) -> list[str]:
         """Forget what can't be used here until all is within the limit, and return the places.
@@ -277,6 +295,7 @@ class DiskTier:
         with self._lock:
             self._policy = EvictionPolicy(self._policy.capacity_nbytes)
             self._places.clear()
+            self._doomed.clear()  # the index finds what is still there
             self.held.clear()
         self._is_indexed, self._unreadable = False, ""
         self._indexer = threading.Thread(target=self._open, name="kv-disk-index", daemon=True)

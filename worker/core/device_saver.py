@@ -79,9 +79,12 @@ class DeviceTierSaver:
         join(self._thread)
 
     def _run(self) -> None:
-        self._pages.enter()
+        has_entered = False
         while (batch := self._next_batch()) is not None:
             try:
+                if not has_entered:
+                    self._pages.enter()
+                    has_entered = True
                 self._save([block for block in batch if self._is_wanted(block)])
             except Exception as error:
                 self._faults.add(error)

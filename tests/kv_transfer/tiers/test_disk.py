@@ -1,5 +1,6 @@
 """The tier on a real disk: it outlives the process, holds its limit, and survives what disks do."""
 
+import errno
 import mmap
 import os
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 from contracts.errors import Corrupt
 from kv_transfer.chunks.block_record import VERSION, verify
 from kv_transfer.tiers.disk import RETRY_S, DiskTier
-from kv_transfer.tiers.record_files import DIRECT_ALIGNMENT
+from kv_transfer.tiers.record_files import DIRECT_ALIGNMENT, RecordFiles
 from tests.full_disk import small_disk
 from tests.kv_transfer.tiers.block_samples import LAYOUT, RECORD_NBYTES, buffers, bytes_of, key_of, record_of, worth_of
 
@@ -242,6 +243,50 @@ def test_records_of_former_releases_and_layouts_go_the_longest_unused_first_what
     assert again.stats()["foreign_blocks"] == 2 and holds(again, 10)
     assert {path.name for path in tmp_path.glob("v1/*/*/*")} == {"block-2", "block-3"}
     again.close()
+
+
+def test_a_removal_that_fails_is_made_up_for_before_a_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    other = open_tier(tmp_path, layout_id="other")
+    assert all(store(other, number) for number in range(4))
+    other.close()
+    clock = Clock()
+    tier = open_tier(tmp_path, 4 * RECORD_NBYTES, clock)
+    remove, faults = RecordFiles.remove, [OSError(errno.EIO, "a bad sector"), OSError(errno.EIO, "another")]
+
+    def fail(files: RecordFiles, place: str) -> None:
+        if faults:
+            raise faults.pop()
+        remove(files, place)
+
+    monkeypatch.setattr(RecordFiles, "remove", fail)
+    for number in (10, 11):
+        assert not store(tier, number) and len(files_in(tmp_path)) == 4
+        clock.now += RETRY_S
+    for number in range(12, 20):
+        assert store(tier, number) and len(files_in(tmp_path)) <= 4
+    assert tier.stats()["blocks"] == len(files_in(tmp_path)) == 4
+    faults.append(OSError(errno.EIO, "of a record that is faulty"))
+    tier.evict([key_of(19)])
+    assert len(files_in(tmp_path)) == 4
+    assert store(tier, 20) and store(tier, 21)
+    assert tier.stats()["blocks"] == len(files_in(tmp_path)) == 4
+    tier.close()
+
+
+def test_a_folder_that_can_not_be_indexed_turns_it_off_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    clock = Clock()
+    with monkeypatch.context() as patched:
+        patched.setattr(RecordFiles, "scan", lambda _: 1 / 0)
+        tier = open_tier(tmp_path, clock=clock)
+    assert not tier.is_on and not store(tier, 1)
+    assert "is off" in caplog.text and "division by zero" in caplog.text
+    clock.now += RETRY_S
+    store(tier, 1)  # looks at the folder again
+    tier.wait_until_indexed(30)
+    assert store(tier, 2) and holds(tier, 2)
+    tier.close()
 
 
 def test_a_file_that_somebody_removed_is_a_miss(tmp_path: Path):

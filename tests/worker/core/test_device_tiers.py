@@ -26,6 +26,7 @@ from tests.worker.core.test_tier_compression import slow_store
 from tests.worker.core.tier_rig import SLOW, answer, cached_tokens, disk, settled
 from worker.core.block_load import BlockLoad
 from worker.core.device_filler import NUM_LANES, DeviceFiller
+from worker.core.device_saver import COPIED_AT_ONCE
 from worker.core.fillers import aligned_nbytes
 from worker.core.kv_tiers import KVTiers
 from worker.core.record_check import RecordCheck
@@ -104,6 +105,27 @@ def test_prompts_that_a_gpu_evicted_come_back_with_equal_tokens(
             assert num_cached == (0 if turn == 0 else (len(prompt) - 1) // 64 * 64)
             settled(tiers)
     assert tiers.counters()["kv_loaded_prompts"] == 2 * len(PROMPTS)
+    tiers.close()
+    engine.close()
+
+
+def test_a_gpu_that_could_not_be_used_at_first_costs_those_blocks_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    faults = [RuntimeError("no context")]
+
+    def enter(_: TierPages) -> None:
+        if faults:
+            raise faults.pop()
+
+    monkeypatch.setattr(TierPages, "enter", enter)
+    engine = small_device_engine(folder)
+    tiers = join_device(engine, pinned_host(engine))
+    for index, prompt in enumerate(PROMPTS):
+        answer(engine, prompt, str(index))
+        settled(tiers)
+    assert 0 < tiers.counters()["kv_host_dropped_blocks"] <= COPIED_AT_ONCE < tiers.gauges()["kv_host_blocks"]
+    assert "copying KV from the GPU to the host tier failed" in caplog.text
     tiers.close()
     engine.close()
 
