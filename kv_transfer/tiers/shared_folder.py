@@ -6,6 +6,7 @@ Each is a file, written once, by anyone.
 import errno
 import os
 import shutil
+import stat
 import uuid
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
@@ -14,6 +15,7 @@ from pathlib import Path
 from contracts.errors import OutOfBlocks, Unavailable
 from contracts.kv_store import BlockKey
 from kv_transfer.chunks.block_record import VERSION
+from process.path_presence import is_there
 
 _NOT_KEPT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
 """The errors of a folder that is full or read only, and can be read all the same."""
@@ -30,7 +32,7 @@ class SharedFolder:
 
     def count_held(self, keys: Sequence[BlockKey]) -> int:
         with self._checked():
-            return next((index for index, key in enumerate(keys) if not self._path(key).exists()), len(keys))
+            return next((index for index, key in enumerate(keys) if not is_there(self._path(key))), len(keys))
 
     def get(self, keys: Sequence[BlockKey]) -> list[bytes | None]:
         with self._checked():
@@ -59,7 +61,7 @@ class SharedFolder:
         path = self._path(key)
         partial = path.with_suffix(f".{uuid.uuid4().hex}.part")
         try:
-            if path.exists():
+            if is_there(path):
                 return
             path.parent.mkdir(parents=True, exist_ok=True)
             partial.write_bytes(record)
@@ -87,7 +89,7 @@ class SharedFolder:
         Made anew, a folder that is not mounted would fill the disk below.
         """
         try:
-            if not self._folder.is_dir():
+            if not (is_there(self._folder) and stat.S_ISDIR(self._folder.stat().st_mode)):
                 raise Unavailable(f"{self._folder} is no folder: make or mount it")
             yield
         except OSError as error:

@@ -31,6 +31,7 @@ def test_says_how_many_tokens_memory_and_disk_hold(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir()), "it was made"
 
 
+@pytest.mark.usefixtures("silent_paths")
 def test_names_what_can_not_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for arguments, words in [

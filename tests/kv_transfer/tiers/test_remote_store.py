@@ -221,6 +221,7 @@ def test_a_folder_that_is_not_mounted_is_not_made(tmp_path: Path):
     tier.close()
 
 
+@pytest.mark.usefixtures("silent_paths")
 def test_a_folder_that_can_t_be_looked_at_is_left_alone(caplog: pytest.LogCaptureFixture):
     """A name too long stands for a mount whose server is gone: not only to read it is an error."""
     tier = open_remote_store(f"file:///{256 * 'a'}")
