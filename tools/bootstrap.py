@@ -18,6 +18,7 @@ import ssl
 import subprocess
 import sys
 import tempfile
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -34,6 +35,7 @@ PIP_WHEEL = "pip-26.3-py3-none-any.whl"
 PIP_SHA256 = "f3b60b20ffaadd4415ed7957212a38ac63fa4c5fa375bd0f4a797777940fad13"
 DEFAULT_INDEX = "https://pypi.org/simple"
 FETCH_TIMEOUT_S = 60
+TURN_TIMEOUT_S, TURN_PERIOD_S = 3600, 0.2
 NEEDED_GB = {"cuda": 9, "cpu": 3}
 # Imported once after the installation: proves that it works, and compiles the bytecode that a start needs, where the
 # environment forbids that, too: without it a worker takes twice as long to start.
@@ -64,13 +66,27 @@ def prepare(groups: list[str], torch_index: str) -> None:
     VENV.mkdir(exist_ok=True)
     lock = os.open(VENV, os.O_RDONLY)  # two `make` in one clone take turns
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        take(lock)
         have = installed()
         want = target(groups, torch_index, have)
         if any(have.get(key) != value for key, value in want.items()):
             install(want, have)
     finally:
         os.close(lock)
+
+
+def take(lock: int) -> None:
+    """Wait for another `make` that sets up the same `.venv`, for as long as its downloads may take."""
+    deadline_s = time.monotonic() + TURN_TIMEOUT_S
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline_s:
+                kept = f"another process has kept {VENV} for {TURN_TIMEOUT_S // 60} minutes"
+                raise Refusal(f"{kept}: end it, then try again") from None
+            time.sleep(TURN_PERIOD_S)
 
 
 def require_python() -> None:

@@ -1,6 +1,8 @@
 """What the bootstrap decides, and how it fetches, with a package index of its own. (CI starts from a bare system.)"""
 
+import fcntl
 import hashlib
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -169,6 +171,18 @@ def test_a_compiler_is_fetched_only_where_the_native_kernels_cannot_be_built(
     if fetches:  # built with the folder that the compiler is in, which is gone afterwards
         folder = said[-1].split()[0]
         assert said[-1].endswith("-m kernels.cpu.build") and not Path(folder).exists()
+
+
+def test_nobody_waits_for_ever(project: Path, installs: list[dict], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bootstrap, "TURN_TIMEOUT_S", 0)
+    bootstrap.prepare(["run"], "")
+    other = os.open(bootstrap.VENV, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    with pytest.raises(bootstrap.Refusal, match="another process has kept"):
+        bootstrap.prepare(["run"], "")
+    os.close(other)
+    bootstrap.prepare(["run"], "")
+    assert len(installs) == 1
 
 
 def test_an_unknown_group_is_named(project: Path) -> None:
