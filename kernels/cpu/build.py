@@ -36,6 +36,7 @@ _FLAGS = (
 )
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni")
+_AMX = (*_AVX512, "-mamx-tile", "-mamx-int8", "-mamx-bf16")
 # An old C library, so that what is built in one container runs in another.
 _ZIG_TARGETS = {"x86_64": "x86_64-linux-gnu.2.28", "aarch64": "aarch64-linux-gnu.2.28"}
 
@@ -62,11 +63,13 @@ def units(machine: str) -> tuple[Unit, ...]:
         sets += [
             ("avx2", ("-DTANDEM_SET=avx2", "-DTANDEM_AVX2", *_AVX2)),
             ("avx512", ("-DTANDEM_SET=avx512", "-DTANDEM_AVX512", *_AVX512)),
+            ("amx", ("-DTANDEM_SET=amx", "-DTANDEM_AVX512", "-DTANDEM_TILES", *_AMX)),
         ]
     return (
         Unit("library", "library.cpp"),
         Unit("pool", "pool.cpp"),
         *(Unit(name, "kernels.cpp", flags) for name, flags in sets),
+        *(Unit("tile_probe", "tile_probe.cpp", flags) for name, flags in sets if name == "amx"),
     )
 
 

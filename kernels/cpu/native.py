@@ -17,12 +17,12 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from kernels.cpu.build import DEFAULT_CACHE, Say, build
 
-LEVELS = ("plain", "avx2", "avx512")
-"""The instruction sets, by the numbers that the library has for them."""
+LEVELS = ("plain", "avx2", "avx512", "amx")
+"""The instruction sets, by the numbers that the library has for them. `amx` is `avx512` with tiles where they pay."""
 _NAMES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4")
 KINDS = frozenset(GGMLQuantizationType[name] for name in _NAMES)
 """The formats that the kernels multiply."""
-NUMERICS = 1
+NUMERICS = 2
 """The version of what the kernels compute from the same numbers, which is part of a KV cache's layout.
 
 Raised by hand with each change of rounding, of an order of sums or of a function in kernels/csrc/cpu that changes bits.

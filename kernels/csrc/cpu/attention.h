@@ -3,6 +3,7 @@
 // A tile is some rows of one sequence at consecutive positions, with all heads that share a KV head. It goes through
 // the context 32 tokens at a time, from the start of the sequence (or of the window) on, with a running maximum (Milakov
 // and Gimelshein 2018). Each row's sums are in the order of the tokens, whatever rows stand beside it in the tile.
+// tile_attention.h has the same for CPUs with AMX.
 #pragma once
 
 #include "api.h"
@@ -24,10 +25,25 @@ struct Tile {
     int32_t row, count, position, sequence;
 };
 
-// Floats of scratch that a thread needs for a tile of `count` tokens.
+// Floats of scratch that a thread needs for a tile of tokens.
 INLINE int64_t attention_scratch(const AttentionShape& s) {
     const int64_t rows = int64_t(TILE_ROWS) * s.group();
-    return 2 * CONTEXT * s.head_dim + rows * (CONTEXT + 2 * s.head_dim + 2);
+    return 2 * CONTEXT * s.head_dim + 2 * rows * (CONTEXT + s.head_dim + 1);
+}
+
+// The first position that a row sees.
+INLINE int64_t oldest_seen(const AttentionShape& s, int64_t first_seen, int64_t position) {
+    const int64_t in_window = s.window && position >= s.window ? position - s.window + 1 : 0;
+    return in_window > first_seen ? in_window : first_seen;
+}
+
+// What a row sees of the 32 tokens from `first` on.
+struct Span {
+    int from, to;
+};
+INLINE Span seen_of(const AttentionShape& s, int64_t first_seen, int64_t position, int64_t first) {
+    const int64_t from = oldest_seen(s, first_seen, position) - first, to = position - first + 1;
+    return {int(from < 0 ? 0 : from < CONTEXT ? from : CONTEXT), int(to < CONTEXT ? to : CONTEXT)};
 }
 
 // The addresses of 32 tokens' keys or values of a KV head; past the last token that of the last.
@@ -150,9 +166,7 @@ inline void attend_tile(const float* q, int64_t q_stride, const void* keys, cons
         memcpy(queries + i * group * dim, q + (tile.row + i) * q_stride + at_head, group * dim * sizeof(float));
     for (int r = 0; r < rows; r++) peaks[r] = HIDDEN, totals[r] = 0.0f;
     for (int i = 0; i < rows * dim; i++) sums[i] = 0.0f;
-    const int64_t last = tile.position + tile.count - 1;
-    const int64_t in_window = s.window && tile.position >= s.window ? tile.position - s.window + 1 : 0;
-    const int64_t oldest = in_window > first_seen ? in_window : first_seen;
+    const int64_t last = tile.position + tile.count - 1, oldest = oldest_seen(s, first_seen, tile.position);
     for (int64_t first = oldest / CONTEXT * CONTEXT; first <= last; first += CONTEXT) {
         const void* tokens[CONTEXT];
         token_rows(keys, s, table, kv_head, first, last, tokens);
@@ -164,12 +178,8 @@ inline void attend_tile(const float* q, int64_t q_stride, const void* keys, cons
             score<decltype(count)::value>(queries + r * dim, keys_T, dim, scores + r * CONTEXT);
         });
         for (int r = begin; r < rows; r++) {
-            const int64_t position = tile.position + r / group, to = position - first + 1;
-            const int64_t newest = s.window ? position - s.window + 1 : 0;
-            const int64_t from = (newest > first_seen ? newest : first_seen) - first;
-            const int seen_to = int(to < CONTEXT ? to : CONTEXT);
-            const int seen_from = int(from < 0 ? 0 : from < CONTEXT ? from : CONTEXT);
-            weigh(scores + r * CONTEXT, seen_from, seen_to, peaks + r, totals + r, sums + r * dim, dim);
+            const Span seen = seen_of(s, first_seen, tile.position + r / group, first);
+            weigh(scores + r * CONTEXT, seen.from, seen.to, peaks + r, totals + r, sums + r * dim, dim);
         }
         some_rows(begin, rows, [&](auto count, int r) {
             add_values<decltype(count)::value>(scores + r * CONTEXT, values_f, dim, sums + r * dim);

@@ -38,12 +38,12 @@ INLINE void append(const float* heads, void* pages, const AttentionShape& s, int
     }
 }
 
-// gate [width] *= sigmoid(gate) * up
-INLINE void gate(float* gates, const float* ups, int64_t width) {
+// ups [width] *= gates * sigmoid(gates)
+INLINE void gate(const float* gates, float* ups, int64_t width) {
     for (int64_t i = 0; i < width; i += W) {
         const Floats g = load(gates + i);
         const Floats s = div(g, add(all(1.0f), exp(sub(zeros(), g))));
-        store(gates + i, mul(s, load(ups + i)));
+        store(ups + i, mul(s, load(ups + i)));
     }
 }
 

@@ -5,6 +5,7 @@
 #include "kernel_table.h"
 #include "pool.h"
 #include "scratch.h"
+#include "tile_probe.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -18,6 +19,9 @@ namespace avx2 {
 extern const KernelTable table;
 }
 namespace avx512 {
+extern const KernelTable table;
+}
+namespace amx {
 extern const KernelTable table;
 }
 #endif
@@ -44,7 +48,7 @@ void* scratch_bytes(Slot slot, size_t nbytes) {
 
 namespace {
 
-enum Level { PLAIN, AVX2, AVX512 };
+enum Level { PLAIN, AVX2, AVX512, AMX };
 
 // Read by CPUID, and by XGETBV whether the system keeps the registers: __builtin_cpu_supports knows nothing where the
 // library is linked by another than gcc.
@@ -60,7 +64,9 @@ int detect() {
     const bool has_avx2 = (low & 6) == 6 && (b >> 5 & 1);
     if (!has_avx2) return PLAIN;
     const bool has_avx512 = (low & 0xe6) == 0xe6 && (b >> 16 & 1) && (b >> 17 & 1) && (b >> 30 & 1) && (b >> 31 & 1);
-    return has_avx512 && (c >> 11 & 1) ? AVX512 : AVX2;
+    if (!has_avx512 || !(c >> 11 & 1)) return AVX2;
+    const bool has_amx = (low & 0x60000) == 0x60000 && (d >> 22 & 1) && (d >> 24 & 1) && (d >> 25 & 1);
+    return has_amx && amx::has_tiles() ? AMX : AVX512;
 #else
     return PLAIN;
 #endif
@@ -71,6 +77,7 @@ int level = best;
 
 const KernelTable& kernels() {
 #if defined(__x86_64__)
+    if (level == AMX) return amx::table;
     if (level == AVX512) return avx512::table;
     if (level == AVX2) return avx2::table;
 #endif
@@ -86,7 +93,7 @@ extern "C" {
 
 #define EXPORT __attribute__((visibility("default")))
 
-// 0 plain, 1 AVX2, 2 AVX-512 with VNNI: the best that the CPU has.
+// 0 plain, 1 AVX2, 2 AVX-512 with VNNI, 3 these and AMX: the best that the CPU has.
 EXPORT int tandem_best_level() { return tandem::best; }
 
 // Takes a lower one; what the CPU lacks is never taken. Returns the one that is.

@@ -5,7 +5,7 @@
 
 namespace tandem {
 
-enum class Slot { CODES, GROUPS, NUMBERS, RESTS, STARTS, TILES, ATTENTION, NORMED, GATES, UPS, HIDDEN, QKV, MIXED, LEFT, COUNT };
+enum class Slot { CODES, GROUPS, NUMBERS, RESTS, STARTS, TILE_GROUPS, RUNS, NUM_RUNS, STRIPS, TILES, ATTENTION, NORMED, GATED, HIDDEN, QKV, MIXED, LEFT, WANTED, COUNT };
 
 // `nbytes` at a multiple of 64. Ends the process where there is no memory.
 void* scratch_bytes(Slot slot, size_t nbytes);

@@ -1,6 +1,6 @@
 // The vectors that all kernels are written in: W floats or W 32-bit integers, and 4 * W bytes.
 //
-// This file is the only one with intrinsics. Each instruction set is compiled by itself, from the same kernels, into a
+// This file and tiles.h are the only ones with instructions. Each instruction set is compiled by itself, from the same kernels, into a
 // namespace of its own (TANDEM_SET), so that no function of one is ever taken for that of another. No exceptions, no
 // run-time types and no C++ library: what is built needs libc alone.
 #pragma once
@@ -107,6 +107,8 @@ INLINE Bytes bits_at_4(Bytes v) {
     return _mm512_and_si512(moved, _mm512_set1_epi8(((1 << Count) - 1) << 4));
 }
 INLINE Bytes either(Bytes a, Bytes b) { return _mm512_or_si512(a, b); }
+INLINE Bytes less(Bytes v, uint8_t by) { return _mm512_sub_epi8(v, _mm512_set1_epi8(int8_t(by))); }
+INLINE void store_bytes(void* p, Bytes v) { _mm512_storeu_si512(p, v); }
 INLINE Bytes look_up(const uint8_t* table, Bytes codes) {
     return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table)), codes);
 }

@@ -3,8 +3,11 @@
 
 #include "elementwise.h"
 #include "pool.h"
-#include "products.h"
 #include "scratch.h"
+#include "strips.h"
+#if defined(TANDEM_TILES)
+#include "tile_attention.h"
+#endif
 
 namespace TANDEM_SET {
 
@@ -12,12 +15,13 @@ using tandem::parallel;
 using tandem::scratch;
 using tandem::Slot;
 
-// A matrix and where its product goes.
+// A matrix and where its product goes; `gate`, if there is one, is another, whose product gates that of the first.
 struct Target {
     const Matrix* matrix;
     float* y;
     int64_t stride;
     bool adds;
+    const Matrix* gate = nullptr;
 };
 
 // Calls `body` for each row, in the caller alone where there are few.
@@ -38,23 +42,44 @@ INLINE bool is_plain(const Matrix& w) { return element_nbytes(w.kind) != 0; }
 // Rows as the products of `targets` take them; `x` [M, k] stays where it is.
 inline Rows as_rows(const float* x, int64_t num_rows, int64_t k, const Target* targets, int count) {
     bool wants_codes = false;
-    for (int i = 0; i < count; i++) wants_codes |= !is_plain(*targets[i].matrix);
-    if (!wants_codes) return Rows{nullptr, nullptr, nullptr, nullptr, x, k};
+    for (int i = 0; i < count; i++) {
+        wants_codes |= !is_plain(*targets[i].matrix);
+        if (targets[i].gate) wants_codes |= !is_plain(*targets[i].gate);
+    }
+    if (!wants_codes) return Rows{.floats = x, .k = k};
     const int64_t num_groups = k / 32, each = rests_of(k), blocks = (num_rows + ROW_BLOCK - 1) / ROW_BLOCK;
+    const int64_t tiles = takes_tiles(num_rows) ? (num_rows + TILE - 1) / TILE : 0;
     int8_t* codes = scratch<int8_t>(Slot::CODES, num_rows * k);
     Group* groups = scratch<Group>(Slot::GROUPS, num_rows * num_groups);
     int32_t* numbers = scratch<int32_t>(Slot::NUMBERS, num_rows * each);
-    Rest* rests = scratch<Rest>(Slot::RESTS, num_rows * each);
+    Rest* rests = scratch<Rest>(Slot::RESTS, num_rows * each + (tiles ? TILE : 0));  // a tile reads 16
     int32_t* starts = scratch<int32_t>(Slot::STARTS, blocks * (num_groups + 2));
+    TileGroup* tile_groups = tiles ? scratch<TileGroup>(Slot::TILE_GROUPS, tiles * num_groups) : nullptr;
+    Run* runs = tiles ? scratch<Run>(Slot::RUNS, blocks * most_runs(k)) : nullptr;
+    int32_t* num_runs = tiles ? scratch<int32_t>(Slot::NUM_RUNS, blocks) : nullptr;
     each_row(num_rows, [&](int64_t i) {
         round_row(x + i * k, k, codes + i * k, groups + i * num_groups, numbers + i * each);
     });
     parallel(blocks, [&](int64_t block, int) {
         const int64_t first = ROW_BLOCK * block, rows = num_rows - first < ROW_BLOCK ? num_rows - first : ROW_BLOCK;
-        round_rests(x + first * k, rows, k, codes + first * k, groups + first * num_groups, numbers + first * each,
-                    rests + first * each, starts + block * (num_groups + 2));
+        int32_t* own = starts + block * (num_groups + 2);
+        round_rests(x + first * k, rows, k, codes + first * k, groups + first * num_groups, numbers + first * each, rests + first * each, own);
+        if (!tiles) return;
+        group_by_tiles(codes + first * k, groups + first * num_groups, rows, num_groups, tile_groups + first / TILE * num_groups);
+        num_runs[block] = cut_runs(own, num_groups, runs + block * most_runs(k));
     });
-    return Rows{codes, groups, rests, starts, x, k};
+    return Rows{codes, groups, rests, starts, tile_groups, runs, num_runs, x, k};
+}
+
+inline void multiply_target(const Target& target, int64_t strip, const Rows& rows, int64_t row0, int64_t row1, uint8_t* room) {
+    alignas(64) float result[ROW_BLOCK * 16];
+    multiply_strip(*target.matrix, strip, rows, row0, row1, room, result);
+    if (target.gate) {
+        alignas(64) float gates[ROW_BLOCK * 16];
+        multiply_strip(*target.gate, strip, rows, row0, row1, room, gates);
+        gate(gates, result, 16 * (row1 - row0));
+    }
+    write_strip(result, strip, target.matrix->n, row0, row1, target.y, target.stride, target.adds);
 }
 
 // All products of the same rows, shared out by strips and blocks of rows.
@@ -66,15 +91,16 @@ inline void multiply_all(const float* x, int64_t num_rows, int64_t k, const Targ
     const int64_t block = num_rows <= FEW_ROWS ? num_rows : ROW_BLOCK, blocks = (num_rows + block - 1) / block;
     int64_t run = num_strips * blocks / (tandem::num_threads() * 8);
     run = run < 1 ? 1 : run > MOST_STRIPS && blocks > 1 ? MOST_STRIPS : run;
-    const int64_t runs = (num_strips + run - 1) / run;
-    parallel(runs * blocks, [&](int64_t piece, int) {
+    const int64_t runs = (num_strips + run - 1) / run, room = room_nbytes(k);
+    uint8_t* rooms = scratch<uint8_t>(Slot::STRIPS, room * tandem::num_threads());
+    parallel(runs * blocks, [&](int64_t piece, int thread) {
         const int64_t row0 = piece / runs * block, row1 = row0 + block < num_rows ? row0 + block : num_rows;
         int64_t first = piece % runs * run, left = run;
         for (int i = 0; i < count && left > 0; i++) {
             const Target& target = targets[i];
             const int64_t own = (target.matrix->n + 15) / 16;
             for (; first < own && left > 0; first++, left--)
-                multiply_strip(*target.matrix, first, rows, row0, row1, target.y, target.stride, target.adds);
+                multiply_target(target, first, rows, row0, row1, rooms + thread * room);
             first -= own;
         }
     });
@@ -98,6 +124,14 @@ inline int64_t cut_tiles(const int32_t* positions, const int32_t* sequences, int
     return count;
 }
 
+// What attends to pages of a kind.
+INLINE auto attention_of(const AttentionShape& s) {
+#if defined(TANDEM_TILES)
+    if (!s.is_float32) return attend_tile_bf16;
+#endif
+    return attend_tile;
+}
+
 // q [M, heads, head_dim], scaled, `q_stride` apart; out [M, heads * head_dim].
 inline void attend(const float* q, int64_t q_stride, const void* keys, const void* values, const AttentionShape& s, const Batch& batch, const int32_t* positions, const int32_t* sequences, int64_t num_rows, float* out) {
     Tile* tiles = scratch<Tile>(Slot::TILES, num_rows);
@@ -110,7 +144,7 @@ inline void attend(const float* q, int64_t q_stride, const void* keys, const voi
         const int kv_head = int(piece % s.num_kv_heads);
         const int32_t* table = batch.tables + int64_t(tile.sequence) * batch.table_stride;
         const int64_t first_seen = batch.seen_from ? batch.seen_from[tile.sequence] : 0;
-        attend_tile(q, q_stride, keys, values, s, table, first_seen, tile, kv_head, room + thread * each, out);
+        attention_of(s)(q, q_stride, keys, values, s, table, first_seen, tile, kv_head, room + thread * each, out);
     });
 }
 
@@ -146,25 +180,18 @@ inline void finish_qkv(const Model& m, const Layer& layer, const Batch& batch, i
     append(v, layer.values, s, block, offset);
 }
 
-// x += MLP of the norm of x, [M, hidden]. In parts, so that what is wide between stays in the caches.
+// x += MLP of the norm of x, [M, hidden].
 inline void gated_mlp(const Model& m, const Layer& layer, float* x, int64_t num_rows) {
-    constexpr int64_t PART = 256;
     const int64_t hidden = m.hidden_size, inner = m.inner_size;
-    for (int64_t first = 0; first < num_rows; first += PART) {
-        const int64_t rows = num_rows - first < PART ? num_rows - first : PART;
-        float* part = x + first * hidden;
-        float* normed = scratch<float>(Slot::NORMED, rows * hidden);
-        float* gates = scratch<float>(Slot::GATES, rows * inner);
-        float* ups = scratch<float>(Slot::UPS, rows * inner);
-        each_row(rows, [&](int64_t i) {
-            normalise(part + i * hidden, layer.mlp_gain, hidden, m.norm_eps, normed + i * hidden);
-        });
-        const Target wide[2] = {{&layer.gate, gates, inner, false}, {&layer.up, ups, inner, false}};
-        multiply_all(normed, rows, hidden, wide, 2);
-        each_row(rows, [&](int64_t i) { gate(gates + i * inner, ups + i * inner, inner); });
-        const Target down{&layer.down, part, hidden, true};
-        multiply_all(gates, rows, inner, &down, 1);
-    }
+    float* normed = scratch<float>(Slot::NORMED, num_rows * hidden);
+    float* gated = scratch<float>(Slot::GATED, num_rows * inner);
+    each_row(num_rows, [&](int64_t i) {
+        normalise(x + i * hidden, layer.mlp_gain, hidden, m.norm_eps, normed + i * hidden);
+    });
+    const Target wide{&layer.up, gated, inner, false, &layer.gate};
+    multiply_all(normed, num_rows, hidden, &wide, 1);
+    const Target down{&layer.down, x, hidden, true};
+    multiply_all(gated, num_rows, inner, &down, 1);
 }
 
 // What goes into a layer, for who reads it.
@@ -186,8 +213,8 @@ inline void join_feature(const Model& m, const float* embedding_gain, int32_t to
     if (m.adds_normed) memcpy(x, out + hidden, hidden * sizeof(float));
 }
 
-inline void forward(const Model& m, const Batch& batch) {
-    const tandem::Turn mine;
+// All layers for some rows of a batch, which see only what is in the pages or among themselves.
+inline void forward_rows(const Model& m, const Batch& batch) {
     const int64_t hidden = m.hidden_size, dim = m.head_dim, num_rows = batch.num_rows;
     const int64_t q_width = m.num_heads * dim, kv_width = m.num_kv_heads * dim, width = q_width + 2 * kv_width;
     float* x = scratch<float>(Slot::HIDDEN, num_rows * hidden);
@@ -240,6 +267,39 @@ inline void forward(const Model& m, const Batch& batch) {
     for (int64_t i = 0; i < kept; i++)
         normalise(x + i * hidden, m.final_gain, hidden, m.norm_eps, batch.hidden + i * hidden);
     if (batch.ends) memcpy(batch.ends, x, kept * hidden * sizeof(float));
+}
+
+// How many rows go through the layers at a time: as many as the second-level caches hold, but enough for their weights
+// to be worth reading.
+INLINE int64_t rows_at_once(const Model& m) {
+    const int64_t width = 2 * m.hidden_size + (m.num_heads + 2 * m.num_kv_heads) * m.head_dim + m.inner_size;
+    const int64_t held = tandem::num_threads() * (int64_t(1) << 20) / (4 * width) / ROW_BLOCK * ROW_BLOCK;
+    return held < 256 ? 256 : held;
+}
+
+// Rows `first` to `last` of a batch, of whose wanted rows `told` are those of rows before. `wanted`: room for as many.
+INLINE Batch some_of(const Batch& batch, int64_t hidden, int64_t first, int64_t last, int64_t told, int32_t* wanted) {
+    Batch some = batch;
+    some.num_rows = int32_t(last - first), some.num_wanted = 0, some.wanted = wanted;
+    for (int64_t i = told; i < batch.num_wanted && batch.wanted[i] < last; i++)
+        wanted[some.num_wanted++] = int32_t(batch.wanted[i] - first);
+    some.tokens += first, some.positions += first, some.sequences += first, some.hidden += told * hidden;
+    if (some.aux) some.aux += first * batch.num_aux * hidden;
+    if (some.features) some.features += first * hidden;
+    if (some.ends) some.ends += told * hidden;
+    return some;
+}
+
+inline void forward(const Model& m, const Batch& batch) {
+    const tandem::Turn mine;
+    const int64_t run = rows_at_once(m);
+    int32_t* wanted = scratch<int32_t>(Slot::WANTED, run);
+    for (int64_t first = 0, told = 0; first < batch.num_rows; first += run) {
+        const int64_t last = first + run < batch.num_rows ? first + run : batch.num_rows;
+        const Batch some = some_of(batch, m.hidden_size, first, last, told, wanted);
+        forward_rows(m, some);
+        told += some.num_wanted;
+    }
 }
 
 // x [M, k] -> y [M, n]
