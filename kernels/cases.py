@@ -251,8 +251,13 @@ def _bias_and_gains(spec: RopeSpec | FusedAttnSpec, width: int, device: str) -> 
     return found
 
 
-def attn_case(spec: AttnSpec, lengths: list[int], workspace_mb: int = 64, tolerance: float = 1e-2) -> KernelCase:
-    """Tolerance 3e-3 is what the H200 must hold; bf16 caches round the softmax weights to 8 bits."""
+def attn_case(
+    spec: AttnSpec, lengths: list[int], workspace_mb: int = 64, tolerance: float = 1e-2, starts: list[int] | None = None
+) -> KernelCase:
+    """Tolerance 3e-3 is what the H200 must hold; bf16 caches round the softmax weights to 8 bits.
+
+    `starts`: the first key that each row sees.
+    """
 
     def make(device: str) -> KernelCall:
         k, v, table, lens = paged(lengths, spec.kv_heads, spec.page, spec.head_dim, CACHE_DTYPE[spec.kv], device)
@@ -266,6 +271,8 @@ def attn_case(spec: AttnSpec, lengths: list[int], workspace_mb: int = 64, tolera
             kwargs["sinks"] = torch.randn(spec.q_heads, device=device)
         if spec.lse:
             kwargs["lse"] = outputs["lse"] = torch.empty(tokens, spec.q_heads, device=device)
+        if starts is not None:
+            kwargs["starts"] = torch.tensor(starts, dtype=torch.int32, device=device)
         return KernelCall((q, k, v, table, lens, out, workspace), kwargs, outputs)
 
     seen = sum(min(n, spec.window + spec.q_len) if spec.window else n for n in lengths)

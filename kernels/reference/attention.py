@@ -41,12 +41,14 @@ def attend(
 def attn_decode(
     spec: AttnSpec, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor, out: Tensor,
     workspace: Tensor, *, sm_scale: float, k_scale: float = 1.0, v_scale: float = 1.0, sinks: Tensor | None = None,
-    lse: Tensor | None = None, max_len: int = 0,
+    lse: Tensor | None = None, starts: Tensor | None = None, max_len: int = 0,
 ) -> None:  # fmt: skip
+    """`starts` `[B]`: the first key that a row sees, where `q_len` is 1 and there is no window; the first if None."""
     q_BTHD = q.view(-1, spec.q_len, spec.q_heads, spec.head_dim)
     out_BTHD, lse_BTH = out.view_as(q_BTHD), None if lse is None else lse.view(-1, spec.q_len, spec.q_heads)
-    for b, length in enumerate(seq_lens.tolist()):
-        k, v = (gather(c, block_table[b], length) for c in (k_cache, v_cache))
+    firsts = [0] * len(seq_lens) if starts is None else starts.tolist()
+    for b, (first, length) in enumerate(zip(firsts, seq_lens.tolist(), strict=True)):
+        k, v = (gather(c, block_table[b], length)[:, first:] for c in (k_cache, v_cache))
         y, row_lse = attend(q_BTHD[b], k, v, sm_scale * k_scale, spec.window, sinks)
         out_BTHD[b] = (y * v_scale).to(out.dtype)
         if lse_BTH is not None:

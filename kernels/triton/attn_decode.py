@@ -98,7 +98,8 @@ def attend(
     """Online softmax over the keys lo..hi of one KV head.
 
     Rows of q are (query, head) pairs; q carries the softmax scale times log2(e). limit: the last key each row may see.
-    MASK: 0 none, hi - lo is whole blocks and all are seen; 1 only the end at hi; 2 also limit and WINDOW.
+    MASK: 0 none, hi - lo is whole blocks and all are seen; 1 only the end at hi; 2 also limit and WINDOW; 3 also limit,
+    which is the first key that each row may see.
     """
     d = tl.arange(0, D)
     for start in tl.range(lo, hi, BLOCK, num_stages=STAGES):
@@ -126,6 +127,8 @@ def attend(
                 seen = seen & (n[None, :] <= limit[:, None])
                 if WINDOW > 0:
                     seen = seen & (n[None, :] > limit[:, None] - WINDOW)
+            if MASK == 3:
+                seen = seen & (n[None, :] >= limit[:, None])
             score = tl.where(seen, score, -1.0e30)
         m_new = tl.maximum(m, tl.max(score, 1))
         alpha = tl.exp2(m - m_new)
@@ -207,12 +210,12 @@ def merge_slices(
 
 @triton.jit
 def attn_decode_kernel(
-    q_ptr, k_ptr, v_ptr, k_desc, v_desc, table_ptr, len_ptr, sink_ptr, out_ptr, lse_ptr, mid_ptr, ml_ptr, counter_ptr,
-    qk_scale, v_scale, stride_page, max_pages,
+    q_ptr, k_ptr, v_ptr, k_desc, v_desc, table_ptr, len_ptr, start_ptr, sink_ptr, out_ptr, lse_ptr, mid_ptr, ml_ptr,
+    counter_ptr, qk_scale, v_scale, stride_page, max_pages,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, Q_LEN: tl.constexpr, ROWS: tl.constexpr,
-    SLICES: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
-    LSE: tl.constexpr, HALF: tl.constexpr, PAD: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
-    BULK: tl.constexpr, PAIRS: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
+    SLICES: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr, STARTS: tl.constexpr,
+    SINKS: tl.constexpr, LSE: tl.constexpr, HALF: tl.constexpr, PAD: tl.constexpr, GROUP: tl.constexpr,
+    CHUNK: tl.constexpr, BULK: tl.constexpr, PAIRS: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     slice_id = tl.program_id(0)
     head = tl.program_id(1)
@@ -228,6 +231,10 @@ def attn_decode_kernel(
     first = 0
     if WINDOW > 0:
         first = tl.maximum(length - Q_LEN + 1 - WINDOW, 0) // BLOCK * BLOCK
+    if STARTS:
+        start = tl.load(start_ptr + seq)
+        first = start // BLOCK * BLOCK
+        limit = start + tl.zeros([ROWS], tl.int32)
     lo, hi = share(slice_id, first, length, BLOCK, SLICES)
     d = tl.arange(0, D)
     table = table_ptr + seq * max_pages
@@ -241,7 +248,7 @@ def attn_decode_kernel(
     )
     # e4m3 converts to fp16 in one instruction and to bf16 in several
     q = q.to(tl.float16) if HALF else q.to(tl.bfloat16)
-    MASK: tl.constexpr = 2 if Q_LEN > 1 or WINDOW > 0 else 1
+    MASK: tl.constexpr = 3 if STARTS else 2 if Q_LEN > 1 or WINDOW > 0 else 1
     m, den, acc = fresh(ROWS, D)
     if BULK:
         m, den, acc = attend_pages(
@@ -469,10 +476,15 @@ def store_quantized(
 def attn_decode(
     spec: AttnSpec, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor, out: Tensor,
     workspace: Tensor, *, sm_scale: float, k_scale: float = 1.0, v_scale: float = 1.0, sinks: Tensor | None = None,
-    lse: Tensor | None = None, max_len: int = 0, plans: PlanTable = EMPTY, pdl: bool = PDL,
+    lse: Tensor | None = None, starts: Tensor | None = None, max_len: int = 0, plans: PlanTable = EMPTY,
+    pdl: bool = PDL,
 ) -> None:  # fmt: skip
-    batch = seq_lens.shape[0]
-    plan = choose(plans, batch, max_len or block_table.shape[1] * spec.page, spec)
+    batch, longest = seq_lens.shape[0], max_len or block_table.shape[1] * spec.page
+    if starts is None:
+        plan = choose(plans, batch, longest, spec)
+    else:
+        assert spec.kv == "bf16" and spec.q_len == 1 and not spec.window, "starts are those of a draft head's rows"
+        plan = slice_plan(batch * spec.kv_heads, longest, spec)
     slices, pairs = plan["slices"], batch * spec.kv_heads
     if plan.get("stream") and streams(spec) and k_cache.is_contiguous():
         mid, ml, _ = split_workspace(workspace, pairs * slices, 0, 8, spec.head_dim)
@@ -488,12 +500,13 @@ def attn_decode(
     )
     attn_decode_kernel[(slices, spec.kv_heads, batch)](
         q, k_cache, v_cache, *boxes(k_cache, v_cache, plan["block"], bulk), block_table, seq_lens,
-        q if sinks is None else sinks,
+        seq_lens if starts is None else starts, q if sinks is None else sinks,
         out, mid if lse is None else lse,
         mid, ml, counter, sm_scale * k_scale * LOG2E.value, v_scale, k_cache.stride(0), block_table.stride(0),
         HQ=spec.q_heads, HKV=spec.kv_heads, D=spec.head_dim, PAGE=spec.page, Q_LEN=spec.q_len, ROWS=rows, SLICES=slices,
-        BLOCK=plan["block"], STAGES=plan["stages"], WINDOW=spec.window, SINKS=spec.sinks, LSE=spec.lse,
-        HALF=spec.kv == "e4m3", BULK=bulk, PAIRS=by_pairs(plan), PDL=pdl, EARLY=plan.get("early", True),
+        BLOCK=plan["block"], STAGES=plan["stages"], WINDOW=spec.window, STARTS=starts is not None,
+        SINKS=spec.sinks, LSE=spec.lse, HALF=spec.kv == "e4m3", BULK=bulk, PAIRS=by_pairs(plan), PDL=pdl,
+        EARLY=plan.get("early", True),
         num_warps=plan["warps"], **merge, **pdl_launch(pdl),
     )  # fmt: skip
 

@@ -73,7 +73,7 @@ bulk = {"k_desc": "tensordesc<fp8e4nv[64, 128]>", "v_desc": "tensordesc<i16[64, 
 oss_bulk = {"k_desc": "tensordesc<fp8e4nv[64, 64]>", "v_desc": "tensordesc<i16[64, 32]>"}
 attn_types = (
     boxes
-    | pointers(fp8="k v", bf16="q out", fp32="sink lse mid ml", i32="table len counter")
+    | pointers(fp8="k v", bf16="q out", fp32="sink lse mid ml", i32="table len start counter")
     | scalars(fp32="qk_scale v_scale", i32="stride_page max_pages")
 )
 fused_types = (
@@ -117,6 +117,7 @@ def attn(name: str, types: dict[str, str] = attn_types, **over: Any) -> Case:
         BLOCK=64,
         STAGES=3,
         WINDOW=0,
+        STARTS=False,
         SINKS=False,
         LSE=False,
         HALF=True,
@@ -436,6 +437,7 @@ CASES = [
     attn_merge("attn_merge_many", 132, 64),
     attn("attn_decode_draft", Q_LEN=4, ROWS=16, PAD=16),
     attn("attn_decode_bf16", {**attn_types, "k_ptr": "*bf16", "v_ptr": "*bf16"}, HALF=False, STAGES=2),
+    attn("attn_decode_starts", {**attn_types, "k_ptr": "*bf16", "v_ptr": "*bf16"}, HALF=False, STARTS=True),
     Case("attn_fused", attn_decode.attn_fused_kernel, fused_types, dict(HQ=32, HKV=8, D=128, PAGE=64, PARTS=2, SLICES=17, BLOCK=64, STAGES=2, QUANT=2, DEFERRED=False, BIASED=False, NORMED=False, PAD=4, GROUP=8, CHUNK=8, BULK=False, PAIRS=True, PDL=True, MOST=0, LEAST=1, SEQS=16, DRAFTED=False), aligned(fused_types, "stride_page"), dict(num_warps=4, **LAUNCH), everywhere(PDL, CVT)),
     Case("attn_fused_drafted", attn_decode.attn_fused_kernel, fused_types, dict(HQ=32, HKV=8, D=128, PAGE=64, PARTS=2, SLICES=17, BLOCK=64, STAGES=2, QUANT=2, DEFERRED=False, BIASED=False, NORMED=False, PAD=4, GROUP=8, CHUNK=8, BULK=False, PAIRS=True, PDL=True, MOST=0, LEAST=1, SEQS=16, DRAFTED=True), aligned(fused_types, "stride_page"), dict(num_warps=4, **LAUNCH), everywhere(PDL, CVT)),
     Case("attn_fused_bulk", attn_decode.attn_fused_kernel, {**fused_types, **bulk, "qkv_ptr": "*bf16"}, dict(HQ=32, HKV=8, D=128, PAGE=64, PARTS=1, SLICES=1, BLOCK=64, STAGES=4, QUANT=2, DEFERRED=True, BIASED=False, NORMED=False, PAD=4, GROUP=2, CHUNK=2, BULK=True, PAIRS=True, PDL=True, MOST=0, LEAST=1, SEQS=16, DRAFTED=False), aligned(fused_types, "stride_page"), dict(num_warps=4, **LAUNCH), {90: PDL + CVT + TMA, 100: PDL + CVT + TMA, 103: PDL + CVT + TMA}, archs=(90, 100, 103)),

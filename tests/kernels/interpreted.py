@@ -84,6 +84,7 @@ def suite() -> list[c.KernelCase]:
         c.attn_case(s.AttnSpec(6, 2, 32, page=32, q_len=3), [3, 40, 65], 1),
         c.attn_case(s.AttnSpec(6, 2, 32, page=16, q_len=5, window=9, sinks=True), [5, 47], 1),
         c.attn_case(s.AttnSpec(4, 4, 32, page=16, kv="bf16"), [17, 31], 1),
+        c.attn_case(s.AttnSpec(6, 2, 32, page=16, kv="bf16"), [2, 17, 90, 90, 200], 1, starts=[1, 1, 16, 89, 70]),
         c.fused_attn_case(s.FusedAttnSpec(4, 2, 32, page=16, parts=2), [1, 16, 17, 90], 1),
         c.fused_attn_case(s.FusedAttnSpec(4, 2, 32, page=16, deferred=True, quant="group"), [33, 64], 1),
         c.fused_attn_case(s.FusedAttnSpec(8, 2, 64, page=16, quant="none"), [70], 1),
