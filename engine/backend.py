@@ -17,7 +17,7 @@ from engine.sampling.prompt_logprobs import Scores
 from engine.sampling.token_masks import TokenMasks
 from engine.scheduler.batch import ScheduledChunk
 from engine.sequence import Sequence
-from engine.speculative.proposer import Proposer
+from engine.speculative.proposer import Draft, Proposer
 
 
 class PendingTokens(Protocol):
@@ -36,17 +36,27 @@ class PendingTokens(Protocol):
         ...
 
 
+class PendingDrafts(Protocol):
+    """The tokens of drafts that a device makes in the batch that verifies them."""
+
+    def known(self, drafts: SequenceOf[Draft]) -> list[Draft]:
+        """Return the drafts of the batch with their tokens, in order; waits until these are computed."""
+        ...
+
+
 @dataclass(frozen=True)
 class Computed:
     """The results of a forward pass.
 
     `logits` `[number of chunks that sample, vocab]` float32, of no meaning where `pending_tokens` is there. `scored`
-    are of the prompts that asked for it, to be sent once the batch is computed.
+    are of the prompts that asked for it, to be sent once the batch is computed. `pending_drafts`: where some are made
+    on the way.
     """
 
     logits: torch.Tensor
     scored: tuple[Scores, ...] = ()
     pending_tokens: PendingTokens | None = None
+    pending_drafts: PendingDrafts | None = None
 
 
 Written = Callable[[bool], None]

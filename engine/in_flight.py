@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from engine.backend import Computed
@@ -60,6 +60,11 @@ class InFlightBatch:
         """
         ends = accumulate(1 + len(draft) for draft in self.drafts)
         return [end - 1 - len(draft) for end, draft in zip(ends, self.drafts, strict=True)]
+
+    def known_drafts(self) -> "InFlightBatch":
+        """Return the batch with the tokens of its drafts, once these are computed."""
+        pending = self.computed.pending_drafts
+        return self if pending is None else replace(self, drafts=pending.known(self.drafts))
 
     def known_masks(self) -> TokenMasks:
         """Wait for them."""

@@ -177,7 +177,7 @@ class StepPipeline:
             sequence.tokens.append(token.token_id)
         if self.in_flight is not None and self.in_flight.masks is None:  # first of all: the next draw waits for them
             self.in_flight = self._draws.begin_masks(self.in_flight)
-        further, verified, failed = self._verify(batch)
+        further, verified, failed = self._verify(batch.known_drafts())
         now_s = self._clock()
         span_s = self._pacer.record_completion(batch.kind, batch.began_s, now_s, was_late)
         self._record_drafts(batch, is_ahead, span_s, now_s)

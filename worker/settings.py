@@ -91,7 +91,7 @@ class WorkerSettings(BaseSettings):
     speculate: str = Field(
         "off",
         description="guess tokens of answers and verify several in one step: auto, off, ngram (from the request's "
-        "text), suffix (from earlier answers too; auto takes it on a CPU), and on a CPU eagle3 (the model's own head), "
+        "text), suffix (from earlier answers too; auto takes it on a CPU), eagle3 (the model's own head), "
         "suffix+eagle3 (the head where the text says nothing) or the folder of a head, with a /",
     )
     draft_tokens: int = Field(3, ge=1, le=16, description="most tokens that are guessed of an answer at a time")

@@ -16,6 +16,7 @@ from torch import Tensor
 from engine.backend import Written, ignore_progress
 from engine.cuda.device_sampler import SamplingKernel
 from engine.cuda.graphs.decode_graphs import DecodeGraphs
+from engine.cuda.graphs.head_pass import HeadPass
 from engine.cuda.graphs.last_layer_graphs import LastLayerGraphs
 from engine.cuda.graphs.mixed_batch_attention import MixedBatchAttention
 from engine.cuda.graphs.prefill_graphs import PrefillGraphs
@@ -58,7 +59,7 @@ def _run(launch: Launch) -> Launch:
 class Launcher:
     """The launches of all batches.
 
-    `steps`, `chunks`, `beside` and `endings` hold graphs once `capture` is called, before the first batch.
+    `steps`, `chunks`, `beside`, `endings` and `head` hold graphs once `capture` is called, before the first batch.
     """
 
     def __init__(
@@ -73,7 +74,9 @@ class Launcher:
         beside: MixedBatchAttention,
         endings: LastLayerGraphs,
         drawer: SamplingKernel,
+        head: HeadPass | None = None,
     ) -> None:
+        self.head = head
         self.model, self.cache, self.state, self.steps, self.chunks = model, cache, state, steps, chunks
         self.mixed_batch, self.endings, self._rows, self._attention, self._sampling_kernel = (
             beside,
@@ -82,7 +85,7 @@ class Launcher:
             attention,
             drawer,
         )
-        self._graph_sets: tuple[GraphSet, ...] = (steps, chunks, beside, endings)
+        self._graph_sets: tuple[GraphSet, ...] = (steps, chunks, beside, endings, *(head.graph_sets if head else ()))
 
     def run_all(self) -> None:
         """All that `capture` records, once."""
@@ -115,9 +118,20 @@ class Launcher:
         if batch.prompts is not None:
             return self._with_prompts(batch, batch.prompts, score, written)
         self._put(batch)
+        self._begin(batch)
         if batch.key is not None:
             (self.steps.sample if batch.draws else self.steps.compute)(batch.key)
         return Launched(self.state.logits[: batch.num_decodes], score(()))
+
+    def read(self, batch: DeviceBatch) -> None:
+        """Have the draft head read what was computed of a batch, if there is one."""
+        if self.head is None or batch.head is None:
+            return
+        if batch.prompts is not None:
+            count = batch.num_decodes + len(batch.prompts.token_ids)
+            self.head.read(batch.head, self._rows.first(count).token_ids)
+        elif batch.key is not None:
+            self.head.read_step(batch.key.num_rows)
 
     @torch.inference_mode()
     def sample(self, draw: SampleBatch, logits: Tensor) -> None:
@@ -129,6 +143,11 @@ class Launcher:
     def follow(self, draw: SampleBatch) -> None:
         """What `draw` of the team's first member gives."""
         self._sampling_kernel.follow(self.state, draw.num_rows)
+
+    def _begin(self, batch: DeviceBatch) -> None:
+        """Draft what the batch verifies."""
+        if self.head is not None and batch.head is not None:
+            self.head.begin(batch.head, batch.prompts is None)
 
     def _put(self, batch: DeviceBatch) -> None:
         self.state.put(batch.words)
@@ -143,6 +162,7 @@ class Launcher:
         count = batch.num_decodes
         if count:
             self._put(batch)
+        self._begin(batch)
         rows = self._rows.put(prompts, self.state, count)
 
         def noted(is_all: bool) -> None:

@@ -17,12 +17,14 @@ import torch
 from checkpoint import Checkpoint, Progress, open_checkpoint
 from contracts.errors import ConfigError, TransferError
 from contracts.layout import KVLayout
-from engine.backend import Backend
+from engine.backend import Backend, Drafting
 from engine.cache.sizing import MIN_BLOCKS, blocks_in, kv_layout, model_len, require_budgets, wanted_model_len
 from engine.cuda.device_sampler import DeviceSampler, SamplingKernel
-from engine.cuda.graphs.decode_graphs import DecodeGraphs, MakeStep
+from engine.cuda.draft_head import drafter_of, open_draft_head
+from engine.cuda.graphs.decode_graphs import DecodeGraphs
 from engine.cuda.graphs.last_layer_graphs import LastLayerGraphs
 from engine.cuda.graphs.mixed_batch_attention import MixedBatchAttention
+from engine.cuda.graphs.plain_steps import PlainSteps
 from engine.cuda.graphs.prefill_graphs import PrefillGraphs
 from engine.cuda.graphs.prefill_rows import PrefillRows
 from engine.cuda.inputs.decode_state import DecodeState
@@ -31,7 +33,6 @@ from engine.cuda.launcher import Launcher
 from engine.cuda.model.attention import DeviceAttention, attention_specs
 from engine.cuda.model.calibration import TEXT, Scales, calibrate, compute_prompt
 from engine.cuda.model.format_choice import resolve_device_dtype, smooths_keys
-from engine.cuda.model.forward_inputs import Rows
 from engine.cuda.model.fused_decode import FusedDecode, is_fusible
 from engine.cuda.model.number_formats import DEVICE_FORMATS, DeviceFormat
 from engine.cuda.model.required_kernels import require_kernels
@@ -41,7 +42,7 @@ from engine.cuda.model.weight_loader import load_device_weights
 from engine.cuda.model.weights import DeviceWeights, shortened
 from engine.cuda.runner import DeviceRunner
 from engine.cuda.runtime.full_gpu import SMALLER, TOO_LARGE, advising, full_in_words
-from engine.cuda.runtime.graph_capture import Launch, free_nbytes
+from engine.cuda.runtime.graph_capture import free_nbytes
 from engine.cuda.runtime.pinned_copy import PinnedCopier
 from engine.cuda.runtime.process_group import SINGLE_PROCESS, ProcessGroup
 from engine.cuda.tensor_parallel import TensorParallelGroup
@@ -127,12 +128,16 @@ class DeviceBackendBuilder:
         self._block_size = max(settings.block_size, _MIN_BLOCK_SIZE)
         require_budgets(settings, self._block_size)
         self._max_draft_rows = max_draft_rows(settings)
+        self._head = open_draft_head(self._settings, checkpoint, self._format, self._block_size)
         self._max_rows = max(settings.max_batched_tokens, settings.max_num_seqs + self._max_draft_rows)
 
     def build(self, progress: Progress, followers: TensorParallelGroup | None = None) -> Backend:
         launcher, max_model_len = self.prepare(progress)
         tell = followers.broadcast if followers else nullcontext
-        runner = DeviceRunner(launcher, self._sampler, tell, self._max_draft_rows)
+        runner, drafting = DeviceRunner(launcher, self._sampler, tell, self._max_draft_rows), None
+        if (drafter := drafter_of(launcher, self._block_size)) is not None:
+            reading = DeviceRunner(launcher, self._sampler, tell, self._max_draft_rows, drafter)
+            drafting = Drafting(drafter, reading)
 
         def close() -> None:
             launcher.release()
@@ -140,7 +145,9 @@ class DeviceBackendBuilder:
                 followers.close()
 
         # Prompts and answers are computed by different kernels; so are prompts that are cut into other chunks.
-        return Backend(launcher.cache, runner, self._sampler, self._settings.dtype, max_model_len, True, close=close)
+        return Backend(
+            launcher.cache, runner, self._sampler, self._settings.dtype, max_model_len, True, drafting, close
+        )
 
     def prepare(self, progress: Progress) -> tuple[Launcher, int]:
         """What a batch needs, ready for the first one; the longest context."""
@@ -164,8 +171,9 @@ class DeviceBackendBuilder:
         captured = self._captured_nbytes(scratch, scales)
         del scratch
         nbytes = self._cache_nbytes(layout, captured)
+        draft_nbytes = 0 if self._head is None else self._head.block_nbytes
         num_blocks = self._group.smallest(
-            whole_blocks(blocks_in(nbytes, layout), layout.only_group.page_nbytes(layout.tp_size))
+            whole_blocks(blocks_in(nbytes, layout, draft_nbytes), layout.only_group.page_nbytes(layout.tp_size))
         )
         max_model_len = model_len(self._checkpoint, settings, num_blocks * layout.block_size)
         with advising("the KV cache does not fit on the GPU", "lower kv_cache_mib, or free the GPU"):
@@ -179,7 +187,7 @@ class DeviceBackendBuilder:
                     launcher.chunks.leave_out_slow(partial(eager_us, count=1, groups=5))
         with self._stage("warm up", progress):
             if self._device.type == "cuda":
-                self._warm_up(cache, max_model_len).run(DeviceRunner(launcher, self._sampler))
+                self._warm_up(launcher, max_model_len)
         _log.info(
             "%s ready: %s on %s, context of %d tokens, %d KV blocks; %s",
             self._checkpoint.name, settings.dtype, self._registry.caps.name, max_model_len, num_blocks,
@@ -239,6 +247,8 @@ class DeviceBackendBuilder:
             config, self._registry, self._format.kv, self._block_size, settings.max_num_seqs * (longest + 128),
             max_rows, device,
         )  # fmt: skip
+        if self._head is not None:
+            self._head.load(config, self._source, self._weights.embedding, longest)
         self._model = self._transformer(self._weights)
         self._state = DecodeState(max_rows, layout.num_blocks(longest), config.vocab_size, device)
         self._sampling_kernel = SamplingKernel(self._registry, config.vocab_size, max_rows, device, self._group)
@@ -278,10 +288,7 @@ class DeviceBackendBuilder:
         return self._device.type == "cuda" and self._format.kv != "fp32"
 
     def _compile(self, cache: DeviceCache, progress: Progress) -> None:
-        """Compiles what decode steps and warm-up will launch, and loads what will be captured.
-
-        `progress` is told of each kernel.
-        """
+        """Compile what steps and warm-up will launch, telling `progress`, and load what is captured."""
         from kernels.compiling import compiled_ahead  # imports Triton, which a CPU does without
 
         longest = self._longest
@@ -293,12 +300,14 @@ class DeviceBackendBuilder:
         )
         with compiled_ahead(partial(progress, "kernels"), in_processes=True):
             launcher.run_all()
-            self._warm_up(cache, longest).run(DeviceRunner(launcher, self._sampler))
+            self._warm_up(launcher, longest)
         launcher.run_all()
         cache.clear()
 
-    def _warm_up(self, cache: DeviceCache, max_model_len: int) -> WarmUp:
-        return WarmUp(cache.layout, cache.num_blocks, self._max_rows, self._settings.max_num_seqs, max_model_len)
+    def _warm_up(self, launcher: Launcher, max_model_len: int) -> None:
+        cache, max_num_seqs = launcher.cache, self._settings.max_num_seqs
+        runner = DeviceRunner(launcher, self._sampler, drafter=drafter_of(launcher, self._block_size))
+        WarmUp(cache.layout, cache.num_blocks, self._max_rows, max_num_seqs, max_model_len).run(runner)
 
     def _calibrate(self, cache: DeviceCache) -> Scales | None:
         """Finds out what a full batch takes.
@@ -318,6 +327,7 @@ class DeviceBackendBuilder:
         return Transformer(
             self._config, self._format, weights, self._registry, self._block_size, self._max_rows, self._group,
             self._is_smooth, self._attention.wants_e4m3,
+            () if self._head is None else self._head.aux_layers,
         )  # fmt: skip
 
     def _launcher(
@@ -331,33 +341,23 @@ class DeviceBackendBuilder:
         config, state = self._config, self._state
         if scales is not None and is_fusible(config, self._format, weights):
             make = FusedDecode(
-                config, weights, self._registry, cache, state, scales.activations, self._group, self._max_draft_rows > 0
-            ).step
+                config, weights, self._registry, cache, state, scales.activations, self._group,
+                self._max_draft_rows > 0, model.note_aux,
+            ).step  # fmt: skip
         else:
-            make = self._plain(model, cache)
+            make = PlainSteps(model, self._attention, cache, state).step
         steps = DecodeGraphs(make, self._sampling_kernel, state, max_model_len)
         rows = PrefillRows(self._max_rows, self._device)
         chunks = PrefillGraphs(model, cache, rows, self._max_rows)
         beside = MixedBatchAttention(model, self._attention, cache, state, max_model_len)
         endings = LastLayerGraphs(model, self._attention, cache, state, max_model_len)
-        return Launcher(
-            model, self._attention, cache, state, rows, steps, chunks, beside, endings, self._sampling_kernel
+        head = self._head and self._head.passes(
+            self._registry, state, model.aux, cache.num_blocks, self._max_draft_rows
         )
-
-    def _plain(self, model: Transformer, cache: DeviceCache) -> MakeStep:
-        state = self._state
-
-        def make(rows: int, max_len: int) -> Launch:
-            num_rows = torch.full((1,), rows, dtype=torch.int32, device=state.device)
-
-            def step() -> None:
-                attend = self._attention.of_decodes(state.tables[:rows], state.lengths[:rows], max_len)
-                inputs = Rows(state.gather_tokens(rows), state.positions[:rows], state.slots[:rows], num_rows)
-                state.logits[:rows].copy_(model.head(model(inputs, cache, attend)))
-
-            return step
-
-        return make
+        return Launcher(
+            model, self._attention, cache, state, rows, steps, chunks, beside, endings, self._sampling_kernel,
+            head,
+        )  # fmt: skip
 
     def _captured_nbytes(self, scratch: DeviceCache, scales: Scales | None) -> int:
         """Return what a launcher will take of the memory that is left.

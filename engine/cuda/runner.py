@@ -16,6 +16,7 @@ import torch
 from contracts.ids import RequestId
 from engine.backend import Computed, Written, ignore_progress
 from engine.cuda.device_sampler import DevicePendingTokens, DeviceSampler, TopLogprobs, to_host
+from engine.cuda.eagle3_drafter import DeviceEagle3Drafter
 from engine.cuda.inputs.batch_inputs import (
     DecodeRows,
     DeviceBatch,
@@ -33,6 +34,7 @@ from engine.sampling.prompt_logprobs import ROWS, score, spans
 from engine.sampling.token_masks import TokenMasks
 from engine.scheduler.batch import ScheduledChunk
 from engine.sequence import Sequence
+from engine.speculative.proposer import Draft
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,26 @@ class Prepared:
         return [ours] == [(piece.sequence, piece.sequence.blocks, piece.end) for piece in decodes]
 
 
+class DraftsOnTheirWay:
+    """See engine.backend.PendingDrafts: the tokens of the rows of a step, on their way to the host."""
+
+    def __init__(self, token_ids: torch.Tensor) -> None:
+        self._token_ids = to_host(token_ids)
+        self._done = torch.cuda.Event() if token_ids.is_cuda else None
+        if self._done is not None:
+            self._done.record()
+
+    def known(self, drafts: SequenceOf[Draft]) -> list[Draft]:
+        if self._done is not None:
+            self._done.synchronize()
+        tokens, row, found = self._token_ids.tolist(), 0, []
+        for draft in drafts:
+            end = row + 1 + len(draft)
+            found.append(replace(draft, token_ids=tuple(tokens[row + 1 : end])) if draft.is_unknown else draft)
+            row = end
+        return found
+
+
 Tell = Callable[[DeviceBatch | SampleBatch], AbstractContextManager[object]]
 """Within, a batch is launched that those who compute with this process were told of: engine.cuda.tensor_parallel."""
 
@@ -64,8 +86,10 @@ class DeviceRunner:
     """
 
     def __init__(
-        self, launcher: Launcher, sampler: DeviceSampler, tell: Tell = nullcontext, max_draft_rows: int = 0
-    ) -> None:
+        self, launcher: Launcher, sampler: DeviceSampler, tell: Tell = nullcontext, max_draft_rows: int = 0,
+        drafter: DeviceEagle3Drafter | None = None,
+    ) -> None:  # fmt: skip
+        self._drafter = drafter
         layout, group = launcher.cache.layout, launcher.cache.layout.only_group
         self.launcher, self._sampler, self._tell, self._max_draft_rows = launcher, sampler, tell, max_draft_rows
         self._block_size, self._spare = layout.block_size, launcher.cache.num_blocks
@@ -143,14 +167,22 @@ class DeviceRunner:
         count = num_decodes(pieces)
         found = spans(pieces[count:])
         batch = self._batch(pieces[:count], pieces[count:], sampling, [span.rows.numpy() for span in found], draws)
+        if self._drafter is not None:
+            batch = replace(batch, head=self._drafter.batch(pieces))
         with self._told(batch):
             scoring = partial(score, found, put=self._sampler.put, fetch=to_host)
             launched = self.launcher.launch(batch, scoring, written)
             self._told_of = sampling
-            if not draws:
-                return Computed(launched.logits.clone(), launched.scored)
-            drawn = self._on_their_way(sampling, launched.logits)
-        return Computed(launched.logits, launched.scored, drawn)
+            logits = launched.logits if draws else launched.logits.clone()
+            drawn = self._on_their_way(sampling, logits) if draws else None
+            drafts = self._drafts_on_their_way(batch)
+            self.launcher.read(batch)  # behind what the host waits for
+        return Computed(logits, launched.scored, drawn, drafts)
+
+    def _drafts_on_their_way(self, batch: DeviceBatch) -> DraftsOnTheirWay | None:
+        if batch.head is None or batch.head.drafts is None:
+            return None
+        return DraftsOnTheirWay(self.launcher.state.token_ids[: batch.num_decodes])
 
     def _on_their_way(self, rows: SequenceOf[DrawnRow], logits: torch.Tensor) -> DevicePendingTokens:
         """The tokens that are drawn for these, and what they ask for of their logits."""
@@ -170,6 +202,8 @@ class DeviceRunner:
         except RuntimeError:
             self._tables = (0, [])  # nobody knows whether the device has those of this batch
             self._told_of = []  # nor whose parameters it has
+            if self._drafter is not None:
+                self._drafter.lost()
             if self._last is not None:  # nor whether it has drawn over the tokens that this batch goes on from
                 self._last.put_back(self.launcher.state.sampled)
             raise

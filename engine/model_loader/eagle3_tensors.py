@@ -1,7 +1,4 @@
-"""The tensors of an EAGLE3 head, with the target's where it has none.
-
-Rows of q and k have the two parts of a rotary pair side by side.
-"""
+"""The tensors of an EAGLE3 head, with the target's where it has none."""
 
 import numpy as np
 import torch
@@ -17,12 +14,15 @@ from models.eagle3 import optional_tensors, required_tensors
 class Eagle3Tensors:
     """float32 tensors by their canonical names (models.eagle3).
 
-    `target`: the tensors of the model that the head drafts for. All methods raise ConfigError for a tensor of another
-    shape than the head's config.json says, or that cannot be read.
+    `target`: the tensors of the model that the head drafts for. `interleaved`: rows of q and k have the two parts of a
+    rotary pair side by side, and not in halves as a checkpoint has them. All methods raise ConfigError for a tensor of
+    another shape than the head's config.json says, or that cannot be read.
     """
 
-    def __init__(self, folder: Eagle3Folder, target: ModelTensors, target_config: ModelConfig) -> None:
-        self.config = folder.config
+    def __init__(
+        self, folder: Eagle3Folder, target: ModelTensors, target_config: ModelConfig, interleaved: bool
+    ) -> None:
+        self.config, self._interleaved = folder.config, interleaved
         self._folder, self._target, self._target_config = folder, target, target_config
         self._shapes = required_tensors(folder.config) | optional_tensors(folder.config)
 
@@ -83,8 +83,8 @@ class Eagle3Tensors:
         return found
 
     def _turned(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return rows of q and k with the two parts of a rotary pair side by side; a checkpoint has halves."""
-        if name not in ("q", "k"):
+        """Return rows of q and k with the parts of rotary pairs where they are to be; a checkpoint has halves."""
+        if name not in ("q", "k") or not self._interleaved:
             return tensor
         halves = tensor.view(-1, 2, self.config.head_dim // 2, *tensor.shape[1:])
         return halves.transpose(1, 2).reshape(tensor.shape)

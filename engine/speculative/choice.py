@@ -43,8 +43,13 @@ def max_draft_rows(settings: EngineSettings) -> int:
 
     Raises ConfigError for a drafter that it does not have.
     """
-    if proposer_name(settings.speculate, settings.device) is None:
+    name = proposer_name(settings.speculate, settings.device)
+    if name is None:
         return 0
+    if settings.tensor_parallel > 1 and head_name(name) is not None:
+        raise ConfigError(
+            f"tensor_parallel is {settings.tensor_parallel} and speculate '{name}'; heads draft on one GPU: take suffix"
+        )
     return min(settings.max_num_seqs * settings.draft_tokens, MAX_DRAFT_ROWS)
 
 
@@ -65,6 +70,4 @@ def proposer_name(speculate: str, device: str) -> str | None:
             f"speculate is '{speculate}'; it may be {known}, or the folder of a head, with a /, or {SUFFIX_FIRST} and "
             "this folder"
         )
-    if not is_cpu and head_name(speculate) is not None:
-        raise ConfigError(f"speculate is '{speculate}' on {device}; heads draft on the CPU only: take suffix")
     return AUTO_PROPOSER if speculate == AUTO else speculate

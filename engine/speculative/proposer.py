@@ -8,6 +8,9 @@ import numpy as np
 
 from engine.sequence import Sequence
 
+UNKNOWN = -1
+"""In place of a token that the device drafts in the step that verifies it."""
+
 
 @dataclass(frozen=True)
 class Draft:
@@ -43,6 +46,11 @@ class Draft:
         if place >= len(self) or not self.distributions:
             return None
         return DrawnGuess(self.token_ids[place], self.distributions[place])
+
+    @property
+    def is_unknown(self) -> bool:
+        """Return whether the device is yet to draft its tokens, behind the newest one of the answer."""
+        return UNKNOWN in self.token_ids
 
     def likelihood(self, place: int) -> float:
         return self.likelihoods[place] if self.likelihoods else 1.0

@@ -117,8 +117,9 @@ class Speculator:
         """Return whether the next step should wait for the tokens of this one, so that drafts follow them.
 
         `sequences`: those that have a token drawn in this step, which is not known. A draft made now foretells it with
-        its first token. What waits leaves the device idle until it is launched, so the tokens that the rest of such
-        drafts promise must be worth that. Where it is not, it is tried now and then.
+        its first token, unless it is one that the device makes behind that token. What waits leaves the device idle
+        until it is launched, so the tokens that the rest of such drafts promise must be worth that. Where it is not, it
+        is tried now and then.
         """
         if not self._is_adaptive:
             return any(self._limit(sequence) > 0 for sequence in sequences)
@@ -126,13 +127,19 @@ class Speculator:
             return False
         asked = [sequence for sequence in sequences if self._limit(sequence) > 1]
         guesses = self._proposer.propose(asked, [1 + self._limit(sequence) for sequence in asked])
-        chances = [self._rates.chances(each, guess)[1:] for each, guess in zip(asked, guesses, strict=True)]
+        chances = [self._chances_behind(each, guess) for each, guess in zip(asked, guesses, strict=True)]
         if not any(chances):
             return False
         if self._gain_of_waiting(len(sequences), chances) > MIN_GAIN:
             return True
         self._num_unawaited += 1
         return self._num_unawaited % PROBE_PERIOD == 0
+
+    def _chances_behind(self, sequence: Sequence, guess: Draft) -> list[float]:
+        """Return the chances of what is drafted behind the token that is being drawn."""
+        if guess.is_unknown:
+            return self._rates.chances(sequence, guess.first(len(guess) - 1))
+        return self._rates.chances(sequence, guess)[1:]
 
     def _gain_of_waiting(self, num_rows: int, chances: SequenceOf[SequenceOf[float]]) -> float:
         """Return how many times the tokens a second of a step launched ahead one with such drafts promises.

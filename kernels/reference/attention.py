@@ -43,7 +43,10 @@ def attn_decode(
     workspace: Tensor, *, sm_scale: float, k_scale: float = 1.0, v_scale: float = 1.0, sinks: Tensor | None = None,
     lse: Tensor | None = None, starts: Tensor | None = None, max_len: int = 0,
 ) -> None:  # fmt: skip
-    """`starts` `[B]`: the first key that a row sees, where `q_len` is 1 and there is no window; the first if None."""
+    """Attend with the last query tokens of each sequence.
+
+    `starts` `[B]`: the first key that a row sees, where `q_len` is 1 and there is no window.
+    """
     q_BTHD = q.view(-1, spec.q_len, spec.q_heads, spec.head_dim)
     out_BTHD, lse_BTH = out.view_as(q_BTHD), None if lse is None else lse.view(-1, spec.q_len, spec.q_heads)
     firsts = [0] * len(seq_lens) if starts is None else starts.tolist()

@@ -8,9 +8,11 @@ from itertools import takewhile
 import numpy as np
 
 from contracts.ids import RequestId
+from engine.cuda.inputs.head_inputs import HeadBatch
 from engine.model.chunked_attention import AttentionChunks, cut
 from engine.model.logit_rows import tail_rows, tails
 from engine.scheduler.batch import ScheduledChunk
+from engine.speculative.proposer import UNKNOWN
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class DeviceBatch:
 
     `words`: state.pack's. `key`: how rows of answers are padded, of which `num_decodes` are somebody's; `tables` of
     blocks if they changed. `scored`: rows of the prompts whose logits are wanted too, a few at a time. `draws`: tokens.
+    `head`: what a draft head makes of it, if there is one.
     """
 
     words: np.ndarray
@@ -79,6 +82,7 @@ class DeviceBatch:
     scored: SequenceOf[np.ndarray]
     draws: bool
     greedy: bool
+    head: HeadBatch | None = None
 
 
 @dataclass(frozen=True)
@@ -164,7 +168,8 @@ class DecodeRows:
     `[bucket]` each, padded by rows of one token in the spare block.
 
     `sources`: where the token is: the row of the last batch that drew it, or beside those (from `len` of that on) row
-    by row in `token_ids`, as the host knows it. `behind`: how many of the rows before one are of its sequence.
+    by row in `token_ids`, as the host knows it, or beside those again where a head drafts it in this step. `behind`:
+    how many of the rows before one are of its sequence.
     """
 
     token_ids: np.ndarray
@@ -200,7 +205,9 @@ def decode_rows(
         for place in range(piece.num_rows):
             lengths[row], behind[row] = piece.end + place, place
             blocks[row] = sequence.blocks[(piece.first_token + place) // block_size]
-            if place:
-                token_ids[row] = piece.draft.token_ids[place - 1]
+            if place and (token := piece.draft.token_ids[place - 1]) == UNKNOWN:
+                sources[row] = 2 * num_drawn + row
+            elif place:
+                token_ids[row] = token
             row += 1
     return DecodeRows(token_ids, sources, lengths, blocks * block_size + (lengths - 1) % block_size, behind)

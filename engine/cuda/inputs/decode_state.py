@@ -15,25 +15,26 @@ from engine.cuda.runtime.upload import page_locked
 class Word(IntEnum):
     """First 32-bit row of each column; 64-bit ones take two.
 
-    All but DRAWN come from the host, in one copy a step.
+    All but DRAWN come from the host, in one copy a step; DRAFTED is then written by a draft head, if there is one.
     """
 
     DRAWN = 0
     GIVEN = 2
-    SEEDS = 4
-    SLOTS = 6
-    SOURCES = 8
-    LENGTHS = 9
-    POSITIONS = 10
-    TOP_KS = 11
-    TEMPERATURES = 12
-    TOP_PS = 13
-    MIN_PS = 14
-    DRAW_POSITIONS = 15
-    BEHIND = 16
+    DRAFTED = 4
+    SEEDS = 6
+    SLOTS = 8
+    SOURCES = 10
+    LENGTHS = 11
+    POSITIONS = 12
+    TOP_KS = 13
+    TEMPERATURES = 14
+    TOP_PS = 15
+    MIN_PS = 16
+    DRAW_POSITIONS = 17
+    BEHIND = 18
 
 
-NUM_WORDS = 17
+NUM_WORDS = 19
 
 
 def pack(decodes: DecodeRows | None, drawn: SamplingColumns, max_rows: int) -> np.ndarray:
@@ -65,7 +66,7 @@ def pack(decodes: DecodeRows | None, drawn: SamplingColumns, max_rows: int) -> n
 
 def give(words: np.ndarray, token_id: int) -> None:
     """Another token in the first row of what `pack` made."""
-    words[: Word.SEEDS - Word.GIVEN].reshape(-1).view(np.int64)[0] = token_id
+    words[: Word.DRAFTED - Word.GIVEN].reshape(-1).view(np.int64)[0] = token_id
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ class DecodeState:
         self.logits = torch.zeros((max_rows, vocab), device=device)
         self.token_ids = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.sampled = self._column(Word.DRAWN, torch.int64)
+        self.drafted = self._column(Word.DRAFTED, torch.int64)
         self.logprobs = torch.zeros(max_rows, device=device)
         self.slots = self._column(Word.SLOTS, torch.int64)
         self.lengths = self._column(Word.LENGTHS, torch.int32)

@@ -17,6 +17,7 @@ from kernels.registry import Registry
 from kernels.specs import AttnSpec, KVDtype
 from kernels.workspace import decode_workspace_nbytes
 from models.config import ModelConfig
+from models.eagle3 import Eagle3Config
 
 # Room for two float16 copies of the keys and values of a batch of prompts: with it prefill attention is a quarter
 # faster (docs/design/kernels.md).
@@ -39,7 +40,7 @@ class _PrefillAttention:
     prepare: Callable[..., Any]
 
 
-def decode_workspace(config: ModelConfig, max_num_seqs: int, device: torch.device) -> Tensor:
+def decode_workspace(config: ModelConfig | Eagle3Config, max_num_seqs: int, device: torch.device) -> Tensor:
     """Zeros, as both decode operations want it. For up to 16 query heads to a KV head."""
     nbytes = decode_workspace_nbytes(max_num_seqs, config.num_kv_heads, _DECODE_ROWS, config.head_dim)
     return torch.zeros(nbytes, dtype=torch.uint8, device=device)

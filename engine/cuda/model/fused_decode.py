@@ -41,11 +41,15 @@ def is_fusible(config: ModelConfig, number_format: DeviceFormat, weights: Device
     )
 
 
+def _nothing_to_note(index: int, residual: Tensor) -> None:
+    """Nobody reads what goes into a layer."""
+
+
 class FusedDecode:
     """A decode step in few launches.
 
     `scales` `[layers, 2]`: what attention's output and the MLP's middle are divided by before they are rounded.
-    `drafts`: steps may have rows of drafts.
+    `drafts`: steps may have rows of drafts. `note_aux` of a layer and what goes into it, for a draft head.
     """
 
     def __init__(
@@ -58,8 +62,9 @@ class FusedDecode:
         scales: Tensor,
         team: ProcessGroup = SINGLE_PROCESS,
         drafts: bool = False,
+        note_aux: Callable[[int, Tensor], None] = _nothing_to_note,
     ) -> None:
-        self.group, self.drafts = team, drafts
+        self.group, self.drafts, self.note_aux = team, drafts, note_aux
         self.config, self.weights, self.registry, self.cache, self.state = config, weights, registry, cache, state
         # One copy a row, as the row-wise product reads them.
         self.scales = scales[:, :, None].expand(-1, -1, state.max_rows).contiguous()
@@ -126,6 +131,7 @@ class FusedStep:
         gains = [layer.attention_gain for layer in layers[1:]]
         for index, layer in enumerate(layers):
             mixed_scale, middle_scale = shared.scales[index]
+            shared.note_aux(index, self._residual)
             self._attention(index, layer, mixed_scale)
             self._product("o", layer.output, self._mixed, mixed_scale)
             scales = self._applied("o", layer.output, mixed_scale)

@@ -8,6 +8,7 @@ is exact, and faster than scaling in cuBLAS. That kernel adds the bias too, and 
 Shapes: T rows, H hidden size, D head size.
 """
 
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -57,6 +58,8 @@ class Transformer:
     `is_smooth`: so are the keys (kernels.specs.RopeSpec), and every cache has offsets. `rounds_queries` of prompts to
     e4m3.
 
+    `aux` takes what goes into `aux_layers`, side by side, of all rows of a call: a draft head reads it.
+
     While `peaks` `[layers, 2]` is there, it takes the largest scales of attention's output and of the MLP's middle, the
     first tokens of a text left out.
     """
@@ -72,8 +75,9 @@ class Transformer:
         team: ProcessGroup = SINGLE_PROCESS,
         is_smooth: bool = False,
         rounds_queries: bool = False,
+        aux_layers: SequenceOf[int] = (),
     ) -> None:
-        self._group, self.is_smooth = team, is_smooth
+        self._group, self.is_smooth, self._aux_layers = team, is_smooth, tuple(aux_layers)
         # Tunings multiply a query once it is turned, on any layer of such a model.
         self._rounds_queries = rounds_queries and weights.attention_temperatures is None
         self._config, self._weights, self._format, self._registry = config, weights, number_format, registry
@@ -159,9 +163,16 @@ class Transformer:
         else:
             mixed = self._mixed[:count].view(count, -1)
             self._leave(index - 1, mixed, residual, layer.attention_gain, x, rounding(layer.qkv, count))
+        self.note_aux(index, residual)
         # Of the last layer the rows that go on attend as they are asked to later, whichever they are.
         num_plain = self._all if index == self.num_layers - 1 else rows.num_decodes
         self._project(layer, x, rows, num_plain, cache.layer(index))
+
+    def note_aux(self, index: int, residual: Tensor) -> None:
+        """Keep what goes into a layer, if a draft head reads it."""
+        for place, layer in enumerate(self._aux_layers):
+            if layer == index:
+                self.aux[: len(residual)].chunk(len(self._aux_layers), 1)[place].copy_(residual)
 
     def attend(self, count: int, cache: DeviceCache, index: int, attend: Attend) -> None:
         """Attention of the first rows in a layer before the last."""
@@ -239,6 +250,7 @@ class Transformer:
         def buffer(matrices: list[Matrix], width: int, plain: torch.dtype | None = plain) -> RowBuffer:
             return RowBuffer(matrices, max_rows, width, plain, device)
 
+        self.aux = empty(len(self._aux_layers) * hidden).zero_()
         # What a row holds before it is written is no NaN for an expert's choice.
         self._residual, self._sum = empty(hidden).zero_(), empty(hidden)
         self._qkv, self._q = empty(q_width + 2 * kv_width), empty(config.num_heads, config.head_dim).zero_()
