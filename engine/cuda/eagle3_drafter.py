@@ -1,5 +1,6 @@
 """What the host knows of an EAGLE3 head on a GPU: what that has read, and where its features are."""
 
+from array import array
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
@@ -36,6 +37,14 @@ class _Before:
     block: int | None = None
 
 
+@dataclass(frozen=True)
+class _Run:
+    """The first token of a sequence from which on the head has read all, as long as these are its blocks."""
+
+    start: int
+    blocks: "array[int]"
+
+
 class DeviceEagle3Drafter:
     """See engine.backend.Drafter.
 
@@ -54,6 +63,7 @@ class DeviceEagle3Drafter:
         self._places: dict[Sequence, int] = {}
         self._kept: dict[Sequence, int] = {}
         self._last: dict[Sequence, _Rows] = {}
+        self._runs: dict[Sequence, _Run] = {}
 
     def emptied(self, blocks: SequenceOf[int]) -> None:
         self._presence.forget(blocks)
@@ -62,8 +72,8 @@ class DeviceEagle3Drafter:
         """Nothing of the head leaves this device."""
 
     def ended(self, sequence: Sequence) -> None:
-        self._last.pop(sequence, None)
-        self._kept.pop(sequence, None)
+        for known in (self._last, self._kept, self._runs):
+            known.pop(sequence, None)
         if sequence in self._places:
             self._free.append(self._places.pop(sequence))
 
@@ -104,7 +114,15 @@ class DeviceEagle3Drafter:
     def _can_go_on(self, sequence: Sequence) -> bool:
         """Return whether the slot of the newest token can be written, behind which drafts go on."""
         newest = len(sequence.tokens) - 1
-        return newest > 0 and self._presence.run_start(sequence.blocks, newest) < newest
+        return newest > 0 and self._run_start(sequence, newest) < newest
+
+    def _run_start(self, sequence: Sequence, end: int) -> int:
+        """Return the token from which on the head has read all up to `end`; it is `end` if not the one before."""
+        run = self._runs.get(sequence)
+        if run is None or run.blocks is not sequence.blocks:
+            run = _Run(self._presence.run_start(sequence.blocks, end), sequence.blocks)
+            self._runs[sequence] = run
+        return min(run.start, end)
 
     def _newest(self, sequence: Sequence, rows: _Rows) -> tuple[_Rows, int] | None:
         """Note that the feature of the newest token in the last batch is kept.
@@ -151,6 +169,8 @@ class DeviceEagle3Drafter:
         """Return the rows of a piece, which begin at `row` of the batch."""
         sequence, size, first = piece.sequence, self._size, piece.first_token
         self._presence.add(sequence.blocks, first, first + piece.num_rows)
+        if before is None or not piece.is_decode:
+            self._runs.pop(sequence, None)
         tokens = np.arange(first, first + piece.num_rows)
         blocks = np.frombuffer(sequence.blocks, np.int32)[tokens // size].astype(np.int64)
         slots = blocks * size + tokens % size
@@ -189,7 +209,7 @@ class DeviceEagle3Drafter:
         return sources.get(sequence, self._max_rows + self._places.get(sequence, len(self._places)))
 
     def _start(self, piece: ScheduledChunk) -> int:
-        return self._presence.run_start(piece.sequence.blocks, piece.first_token) + 1
+        return self._run_start(piece.sequence, piece.first_token) + 1
 
 
 def _joined(reads: SequenceOf[HeadReads]) -> HeadReads:

@@ -19,11 +19,11 @@ class HeadPass:
 
     def __init__(self, head: DeviceEagle3Head, state: DecodeState, reads: HeadState, aux: Tensor) -> None:
         self._head, self.state, self._aux = head, reads, aux
-        self._drafts, self._steps = DraftGraphs(head, state, reads), ReadGraphs(head, state, reads, aux)
+        self.drafts, self._steps = DraftGraphs(head, state, reads), ReadGraphs(head, state, reads, aux)
 
     @property
     def graph_sets(self) -> tuple[GraphSet, ...]:
-        return self._drafts, self._steps
+        return self.drafts, self._steps
 
     @torch.inference_mode()
     def begin(self, batch: HeadBatch, is_step: bool) -> None:
@@ -37,7 +37,7 @@ class HeadPass:
             blocks, places = upload_all(batch.loaded, self._aux.device)
             self.state.pool.index_copy_(0, places, self.state.ends.index_select(0, blocks))
         if batch.drafts is not None:
-            self._drafts.draft(len(batch.drafts.rows), batch.drafts.num_places)
+            self.drafts.draft(len(batch.drafts.rows), batch.drafts.num_places)
 
     @torch.inference_mode()
     def read_step(self, num_rows: int) -> None:

@@ -80,49 +80,55 @@ class HeadState:
         self.pool = column(max_rows + num_kept + 1, width, dtype=dtype)
         self.ends = column(num_blocks + 1, width, dtype=dtype)
         self.drafted = column(max_places, max_drafting, dtype=torch.int64)
-        sizes = {
-            "kept_from": num_kept, "before": max_step_rows, "positions": max_step_rows, "rows": max_drafting,
-            "draft_before": max_drafting, "starts": max_drafting, "draft_positions": max_places * max_drafting,
-            "sources": max_step_rows,
-        }  # fmt: skip
         wide = {
             "kept_in": num_kept, "slots": max_step_rows, "blocks": max_step_rows,
             "draft_slots": max_places * max_drafting,
         }  # fmt: skip
-        self._wide = torch.zeros(sum(wide.values()), dtype=torch.int64, device=device)
-        self._narrow = torch.zeros(sum(sizes.values()), dtype=torch.int32, device=device)
-        self._rooms = _split(self._wide, wide) | _split(self._narrow, sizes)
-        self._sizes, self._wide_sizes = sizes, wide
+        narrow = {
+            "kept_from": num_kept, "before": max_step_rows, "positions": max_step_rows, "rows": max_drafting,
+            "draft_before": max_drafting, "starts": max_drafting, "draft_positions": max_places * max_drafting,
+            "sources": max_step_rows,
+        }  # fmt: skip
+        self._blank = np.zeros(2 * sum(wide.values()) + sum(narrow.values()), np.int32)
+        self._words = torch.from_numpy(self._blank.copy()).to(device)
+        self._columns = _split(self._words, wide, narrow)
+        blank = _split(torch.from_numpy(self._blank), wide, narrow)
+        blank["slots"].fill_(-1)
+        blank["draft_slots"].fill_(-1)
+        blank["blocks"].fill_(num_blocks)  # the spare one
+        blank["kept_in"].fill_(len(self.pool) - 1)  # the place that pads
+        self._places = {name: column.storage_offset() for name, column in self._columns.items()}
 
     def column(self, name: str) -> Tensor:
-        return self._rooms[name]
+        return self._columns[name]
 
     def put(self, batch: HeadBatch) -> None:
-        """What a step needs, and drafts: two copies to the device. The rows of prompts are not among it."""
+        """What a step needs, and drafts, in one copy to the device. The rows of prompts are not among it."""
         reads, drafts = batch.reads, batch.drafts
-        arrays: dict[str, np.ndarray] = {}
-        if len(reads.before) <= len(self.column("before")):
-            arrays = {"kept_from": batch.kept[0], "kept_in": batch.kept[1], "before": reads.before}
-            arrays |= {"positions": reads.positions, "slots": reads.slots, "blocks": reads.blocks}
-        if drafts is not None:
-            arrays |= {"rows": drafts.rows, "draft_before": drafts.before, "starts": drafts.starts}
-            arrays |= {"sources": drafts.sources}
-            arrays["draft_slots"] = _spread(drafts.slots, self.max_drafting, -1)
-            arrays["draft_positions"] = _spread(drafts.positions, self.max_drafting, 0)
-        self._copy(self._wide, self._wide_sizes, arrays, np.int64)
-        self._copy(self._narrow, self._sizes, arrays, np.int32)
+        words = self._blank.copy()
+        wide = words[: len(words) // 2 * 2].view(np.int64)
 
-    def _copy(self, room: Tensor, sizes: dict[str, int], arrays: dict[str, np.ndarray], dtype: type) -> None:
-        packed, start = np.zeros(len(room), dtype), 0
-        for name, size in sizes.items():
-            if name in ("slots", "draft_slots"):
-                packed[start : start + size] = -1
-            elif name in ("blocks", "kept_in"):  # the spare block, and the place that pads
-                packed[start : start + size] = self.num_blocks if name == "blocks" else len(self.pool) - 1
-            if name in arrays:
-                packed[start : start + arrays[name].size] = arrays[name].reshape(-1)
-            start += size
-        room.copy_(page_locked(packed, room.device), non_blocking=True)
+        def fill(name: str, array: np.ndarray) -> None:
+            room, start = (wide if array.itemsize == 8 else words), self._places[name]
+            room[start : start + len(array)] = array
+
+        if len(reads.before) <= len(self._columns["before"]):
+            fill("kept_from", batch.kept[0])
+            fill("kept_in", batch.kept[1])
+            for name in ("before", "positions", "slots", "blocks"):
+                fill(name, getattr(reads, name))
+        if drafts is not None:
+            fill("rows", drafts.rows)
+            fill("draft_before", drafts.before)
+            fill("starts", drafts.starts)
+            fill("sources", drafts.sources)
+            for place in range(drafts.num_places):
+                start, count = place * self.max_drafting, len(drafts.rows)
+                first = self._places["draft_slots"] + start
+                wide[first : first + count] = drafts.slots[place]
+                first = self._places["draft_positions"] + start
+                words[first : first + count] = drafts.positions[place]
+        self._words.copy_(page_locked(words, self._words.device), non_blocking=True)
 
 
 def no_places() -> tuple[np.ndarray, np.ndarray]:
@@ -138,10 +144,8 @@ def places(pairs: SequenceOf[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
     return np.array(sources, np.int32), np.array(targets, np.int64)
 
 
-def _split(whole: Tensor, sizes: dict[str, int]) -> dict[str, Tensor]:
-    return dict(zip(sizes, whole.split(list(sizes.values())), strict=True))
-
-
-def _spread(array: np.ndarray, width: int, value: int) -> np.ndarray:
-    """Return `[k, D]` as `[k, width]`."""
-    return np.pad(array, ((0, 0), (0, width - array.shape[1])), constant_values=value)
+def _split(words: Tensor, wide: dict[str, int], narrow: dict[str, int]) -> dict[str, Tensor]:
+    """Return the columns, those of 64-bit values first."""
+    halves = words.split([2 * sum(wide.values()), sum(narrow.values())])
+    columns = dict(zip(wide, halves[0].view(torch.int64).split(list(wide.values())), strict=True))
+    return columns | dict(zip(narrow, halves[1].split(list(narrow.values())), strict=True))
