@@ -5,23 +5,27 @@
 Random weights in Llama-8B's shape, FP8. A round is a step in which each answer has k drafted tokens, and the host's
 work between two of them: a drafted step waits for the tokens of the one before, a plain one is launched ahead. Random
 weights foretell nothing, so acceptance is synthetic: as many tokens are kept, whatever they are, as give the stated
-length on average, the step's own token included. What a drafter takes is not in a round. `engine_adaptive_step` is the
-plain step of an engine that looks for drafts (suffix) in texts that have none.
+length on average, the step's own token included. What a drafter takes is not in a round, but in those of an EAGLE3
+head of Llama-8B's shape (`engine_head_round`), whose weights are random too. `engine_adaptive_step` is the plain step
+of an engine that looks for drafts (suffix) in texts that have none.
 """
 
 import argparse
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 from msgspec import structs
 
 from bench.engine.gpu import NUM_STEPS, NUM_WARM, PROMPT, answering, idle_share, load, random_requests, settled
+from bench.models.random_head import save_random_head
 from bench.report.result import ResultRow, shown, write_result
 from engine.draft_verification import DraftVerification
 from engine.engine import Engine
@@ -73,6 +77,7 @@ def main() -> None:
             rows.append(
                 shown(ResultRow("engine_adaptive_step", step_ms, "ms", {"batch": batch}, None, PEER, plain[batch]))
             )
+    rows += head_rows(args.batches, args.acceptance, plain)
     config = {"model": "llama-8b's shape, random weights, float8", "card": caps.detect().name, "prompt": PROMPT}
     path = write_result(args.out, "engine-gpu-speculation", rows, config)
     _log.info("%s", path.with_suffix(".md").read_text(encoding="utf-8"))
@@ -110,6 +115,41 @@ def measured(engine: Engine, batch: int, acceptance: float) -> list[ResultRow]:
         for row in rows[-4:]:
             shown(row)
     return rows
+
+
+def head_rows(batches: Sequence[int], acceptance: float, plain: Mapping[int, float]) -> list[ResultRow]:
+    """Return rounds of three tokens that a head drafts, and what its passes take.
+
+    `plain`: milliseconds of a plain step by batch.
+    """
+    rows: list[ResultRow] = []
+    with TemporaryDirectory() as folder:
+        engine = loaded(str(save_random_head(Path(folder))), adapts_drafts=False)
+        with settled(engine):
+            for batch in batches:
+                params = {"batch": batch, "drafted": 3, "synthetic acceptance": acceptance}
+                with accepting(acceptance):
+                    drafted = rounds(engine, batch, speculate=True)
+                found = {"draft": drafted_ms(engine, batch), "read": read_ms(engine, 4 * batch)}
+                rows.append(ResultRow("engine_head_round", drafted.ms, "ms", params, None, PEER, plain[batch]))
+                rows.append(ResultRow("engine_head_round_idle", drafted.idle, "", params))
+                rows.append(ResultRow("engine_head_round_rate", drafted.rate / batch, "tokens/s/user", params))
+                rows += [ResultRow(f"engine_head_{name}", ms, "ms", params) for name, ms in found.items()]
+                for row in rows[-5:]:
+                    shown(row)
+    return rows
+
+
+def drafted_ms(engine: Engine, num_answers: int) -> float:
+    """Return the milliseconds of three drafts of so many answers, without the host."""
+    passes = engine.runner.launcher.head  # type: ignore[attr-defined]
+    return eager_us(partial(passes.drafts.draft, num_answers, 3), count=10, groups=5) / 1e3
+
+
+def read_ms(engine: Engine, num_rows: int) -> float:
+    """Return the milliseconds in which the head reads so many rows of a step, without the host."""
+    passes = engine.runner.launcher.head  # type: ignore[attr-defined]
+    return eager_us(partial(passes.read_step, num_rows), count=10, groups=5) / 1e3
 
 
 @dataclass(frozen=True)
