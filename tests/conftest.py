@@ -1,9 +1,11 @@
 """Threads that wait must not spin here: tests run beside the processes they started, on few cores.
 Inputs are the same in every run, so that a failure comes again; `TEST_SEED=7 make test` takes other ones."""
 
+import functools
 import gc
 import os
 import random
+import ssl
 import sys
 import zlib
 from pathlib import Path
@@ -22,6 +24,9 @@ keep_mkl_alike()  # as an engine does, but before a test's own products
 # of ours anew: a tiny system takes 14 s of CPU to start then, and 6 with it.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+
+# Each HTTP client makes one, which reads the certificates of all authorities: 30 ms of CPU. No test speaks TLS.
+ssl.create_default_context = functools.cache(ssl.create_default_context)
 
 SEED = os.environ.get("TEST_SEED", "")
 # No test is of time: a slow machine is no failure.
