@@ -1,5 +1,6 @@
 from collections.abc import AsyncIterator, Callable, Iterator
-from functools import partial
+from dataclasses import replace
+from functools import cache, partial
 
 import httpx
 import pytest
@@ -17,7 +18,9 @@ from tests.gateway.gateway_rig import Rig, gateway, pair
 
 @pytest.fixture(scope="session")
 def checkpoint() -> Checkpoint:
-    return open_checkpoint("")
+    """Open the default model; its tokenizer is made once, so that who changes it takes a copy."""
+    opened = open_checkpoint("")
+    return replace(opened, build_tokenizer=cache(opened.build_tokenizer))
 
 
 @pytest.fixture(scope="session")

@@ -2,9 +2,11 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import httpx
@@ -22,12 +24,15 @@ from coordinator.request_states import RequestState
 from coordinator.store.store import Store
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.registry_client import StorePlacement
+from gateway.grammar.compile_sandbox import START_S, CompileSandbox
 from gateway.http.app import make_app
 from gateway.http.context import AppContext
 from gateway.http.server import Protocol
 from gateway.observability.metrics import Metrics
 from gateway.prompting.chat_template import Prompting
 from gateway.settings import GatewaySettings
+from gateway.tool_calling.registry import ParserName
+from process.deep_stack_threads import DeepThreads
 from process.sockets import listen
 from service.server import UvicornServer
 from testing.fake_worker import FakeWorker
@@ -141,11 +146,12 @@ async def _running(checkpoint: Checkpoint, workers: Sequence[FakeWorker], store,
             await join(worker.node.info)
     dispatch = Dispatcher(store, GATEWAY, SECRET, checkpoint.name)
     given = GatewaySettings(secret=SECRET, **settings)  # type: ignore[arg-type]
-    checkpoint = replace(checkpoint, build_tokenizer=partial(_shared_tokenizer, checkpoint.build_tokenizer))
+    prompting = _prompting(checkpoint, given.tool_parser)
+    checkpoint = _with_shared_tokenizer(checkpoint)
     front = AppContext(
         given,
         checkpoint,
-        Prompting(checkpoint, given.tool_parser),
+        prompting,
         dispatch,
         Metrics(dispatch, checkpoint.name, "0"),
         checkpoint.name,
@@ -165,9 +171,62 @@ async def _running(checkpoint: Checkpoint, workers: Sequence[FakeWorker], store,
         server.should_exit = True
         await dispatch.stop()
         await serving
-        front.prompting.close()  # its process for grammars is 70 MB, and a run of all tests starts dozens
+        front.prompting.close()
         for worker in workers:
             await worker.stop()
+
+
+def _prompting(checkpoint: Checkpoint, parser: ParserName) -> Prompting:
+    """Return a gateway's prompting, with threads and verdicts on grammars of its own.
+
+    What it reads out of vocabulary and templates is that of all gateways of the model, since that takes longer than
+    the rest of their start.
+    """
+    prompting = copy(_read_prompting(checkpoint, parser))
+    prompting._huge = ThreadPoolExecutor(1, "huge-prompt")
+    prompting.compilers = DeepThreads(4, "grammar")
+    prompting.trials = KeptSandbox(_with_shared_tokenizer(checkpoint))
+    return prompting
+
+
+class KeptSandbox(CompileSandbox):
+    """A sandbox that leaves its process to the next gateway of the model: to start one takes a second of CPU."""
+
+    def close(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            return super().close()  # it is at work, and nobody is to get what it says
+        try:
+            if self._compiler is not None and not self._compiler.is_gone:
+                _idle_compilers.append((self._checkpoint.build_tokenizer, self._compiler))
+                del _idle_compilers[:-NUM_IDLE]
+            self._compiler = None
+        finally:
+            self._lock.release()
+
+    def _started(self) -> Any:
+        for kept in _idle_compilers:
+            build, compiler = kept
+            if build == self._checkpoint.build_tokenizer and not compiler.is_gone:
+                _idle_compilers.remove(kept)
+                return compiler
+        return _starter.submit(super()._started).result(START_S)
+
+
+_starter = ThreadPoolExecutor(1, "starter")
+"""A process that dies with its parent dies with the thread that started it: this one is there to the end."""
+NUM_IDLE = 3
+"""Each is a process of 70 MB, which ends when it is forgotten."""
+_idle_compilers: list[tuple[Callable[[], Tokenizer], Any]] = []
+
+
+@lru_cache(maxsize=8)
+def _read_prompting(checkpoint: Checkpoint, parser: ParserName) -> Prompting:
+    return Prompting(_with_shared_tokenizer(checkpoint), parser)
+
+
+@lru_cache(maxsize=8)
+def _with_shared_tokenizer(checkpoint: Checkpoint) -> Checkpoint:
+    return replace(checkpoint, build_tokenizer=partial(_shared_tokenizer, checkpoint.build_tokenizer))
 
 
 @cache

@@ -1,9 +1,11 @@
 """A gateway before fake workers that answer what a model would, and what such a model is asked. Not a test."""
 
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from copy import deepcopy
 from dataclasses import replace
+from functools import cache, lru_cache
 from typing import Any
 
 import openai
@@ -45,11 +47,13 @@ async def prompt(rig: Rig, client: Any, **fields: Any) -> str:
     return rig.front.prompting.tokenizer.decode(rig.workers[0].jobs[0].token_ids, skip_special_tokens=False)
 
 
-def with_specials(checkpoint: Checkpoint, template: str, specials: Sequence[str], plain: Sequence[str] = ()):
+@lru_cache(maxsize=8)
+def with_specials(checkpoint: Checkpoint, template: str, specials: tuple[str, ...], plain: tuple[str, ...] = ()):
     """`plain`: tokens of their own that are not special, as Qwen 3's tags."""
 
+    @cache
     def build():
-        tokenizer = checkpoint.tokenizer()
+        tokenizer = deepcopy(checkpoint.tokenizer())
         tokenizer.add_special_tokens(list(specials))
         tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in plain])
         return tokenizer

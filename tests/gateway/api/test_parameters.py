@@ -1,6 +1,7 @@
 """The table of docs/api.md: each parameter is sent, and does what the table says."""
 
 import re
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,7 @@ def starting(checkpoint: Checkpoint) -> Checkpoint:
     """With a token that begins every text, and a template that looks at names of its own."""
 
     def build():
-        tokenizer = checkpoint.tokenizer()
+        tokenizer = deepcopy(checkpoint.tokenizer())
         tokenizer.post_processor = TemplateProcessing("<|im_start|> $A", None, [("<|im_start|>", 1)])
         return tokenizer
 

@@ -5,6 +5,7 @@ A fake worker says -0.25, rank 1, of every token of a prompt, and -0.5 of every 
 
 import json
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import replace
 
 import httpx
@@ -63,7 +64,7 @@ async def test_an_echo_with_logprobs_begins_with_the_prompts_tokens(client, toke
 
 async def test_what_begins_every_prompt_has_no_place_in_the_echo(checkpoint: Checkpoint):
     def build():
-        tokenizer = checkpoint.tokenizer()
+        tokenizer = deepcopy(checkpoint.tokenizer())
         tokenizer.post_processor = TemplateProcessing("<|im_start|> $A", None, [("<|im_start|>", 1)])
         return tokenizer
 

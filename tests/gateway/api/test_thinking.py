@@ -384,16 +384,14 @@ async def test_what_ends_an_answer_of_harmony_is_told_to_the_workers(harmony):
         assert rig.workers[0].jobs[0].sampling.stop_token_ids == ()
 
 
-@functools.cache
-def wrapped(written: str, eos_token_ids: tuple[int, ...]) -> LLTokenizer:
-    return LLTokenizer(written, eos_token=list(eos_token_ids))
+@functools.lru_cache(maxsize=8)
+def wrapped(checkpoint: Checkpoint) -> LLTokenizer:
+    return LLTokenizer(checkpoint.tokenizer().to_str(), eos_token=list(checkpoint.eos_token_ids))
 
 
 def accepts(checkpoint: Checkpoint, grammar: str, text: str) -> bool:
     """The grammar takes the text to its end, and may end there."""
-    tokenizer = checkpoint.tokenizer()
-    guide = wrapped(tokenizer.to_str(), checkpoint.eos_token_ids)
-    return is_accepted(guide, tokenizer, grammar, text)
+    return is_accepted(wrapped(checkpoint), checkpoint.tokenizer(), grammar, text)
 
 
 async def grammar(checkpoint: Checkpoint, **fields: Any) -> str:
@@ -480,9 +478,9 @@ WITHOUT_THOUGHT: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("tags", [("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>")])
-@pytest.mark.parametrize("is_special", [False, True])
 @pytest.mark.parametrize("off", WITHOUT_THOUGHT)
+@pytest.mark.parametrize("is_special", [False, True])
+@pytest.mark.parametrize("tags", [("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>")])
 async def test_a_grammar_holds_from_the_first_token_where_the_thought_is_over(checkpoint, tags, is_special, off):
     opening, closing = tags
     template = HYBRID.replace("<think>", opening).replace("</think>", closing)

@@ -1,6 +1,7 @@
 """Tool calls through openai-python and HTTP, with fake workers that answer what a model would."""
 
 import json
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -252,7 +253,7 @@ def with_markers(checkpoint: Checkpoint, *markers: str) -> Checkpoint:
     """Special tokens of their own for `markers`."""
 
     def build():
-        tokenizer = checkpoint.tokenizer()
+        tokenizer = deepcopy(checkpoint.tokenizer())
         tokenizer.add_special_tokens(list(markers))
         return tokenizer
 

@@ -116,9 +116,9 @@ def test_what_can_not_be_read_is_told_in_the_same_line_either_way(trials: Compil
 
 async def test_the_process_goes_with_its_gateway(checkpoint):
     async with gateway(checkpoint, pair()) as rig, rig.client() as client:
+        trials = rig.front.prompting.trials = CompileSandbox(checkpoint)
         body = {"prompt": "x", "max_tokens": 1, "structured_outputs": {"regex": "[a-z]"}}
         assert (await client.post("/v1/completions", json=body)).status_code == 200
-        trials = rig.front.prompting.trials
         pid = pid_of(trials)
     until(lambda: trials._compiler is None or trials._compiler.is_gone)
     assert not psutil.pid_exists(pid)
