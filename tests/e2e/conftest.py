@@ -9,8 +9,6 @@ from bench.system.local_system import System, running
 
 @pytest.fixture(scope="module")
 def system() -> Iterator[System]:
-    """The default model on one prefill and one decode worker, in float32 so that tokens can be compared."""
-    with running(
-        "--dtype", "float32", TANDEM_NUM_THREADS="1", TANDEM_KV_CACHE_MIB="512", TANDEM_MAX_BATCHED_TOKENS="128"
-    ) as system:
+    """The default model on one prefill and one decode worker, in the format that users have without asking."""
+    with running(TANDEM_NUM_THREADS="1", TANDEM_KV_CACHE_MIB="512", TANDEM_MAX_BATCHED_TOKENS="128") as system:
         yield system
