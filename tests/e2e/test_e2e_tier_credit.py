@@ -27,7 +27,7 @@ NUM_MARKS = 7 * 9
 SHORT = DRAWN.choices(range(1000, 4000), k=20)
 """Its worker tells whether the gateway knows of a role that has changed: of equals the first by name is taken."""
 NEXT = DRAWN.choices(range(1000, 4000), k=24)
-QUICK = {"TANDEM_NUM_THREADS": "1", "TANDEM_KV_CACHE_MIB": "128", "TANDEM_KV_HOST_GIB": "0.6"}
+QUICK = {"TANDEM_NUM_THREADS": "1", "TANDEM_KV_CACHE_MIB": "64", "TANDEM_KV_HOST_GIB": "0.3"}
 
 
 async def ask(system: System, prompt: list[int], max_tokens: int = 1) -> tuple[list[int], int]:
@@ -74,7 +74,7 @@ def test_the_next_turn_is_loaded_where_host_memory_has_the_conversation() -> Non
     """The other worker would come first by its name. Answers of one token stay at prefill."""
     with (
         RedisServer() as server,
-        running("--dtype", "float32", "--prefill", "2", TANDEM_REDIS_URL=server.url, **QUICK) as system,
+        running("--prefill", "2", TANDEM_REDIS_URL=server.url, **QUICK) as system,
     ):
         turn(system, "prefill-0", "decode")
         until(lambda: asyncio.run(ask(system, SHORT)) and computed(system, "prefill-1"))
