@@ -106,9 +106,8 @@ class DeviceEagle3Drafter:
         return HeadBatch(places(moves), places(loaded), _joined(reads), self._drafts(pieces, sources))
 
     def lost(self) -> None:
-        """Nobody knows what the device has read of the last batch."""
-        for sequence in self._last:
-            self._kept.pop(sequence, None)
+        """Nobody knows what the device has read of the last batch, and which features it has kept before."""
+        self._kept.clear()
         self._last = {}
 
     def _can_go_on(self, sequence: Sequence) -> bool:

@@ -8,7 +8,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from engine.cuda.inputs.buckets import batch_buckets, bucket_for
+from engine.cuda.inputs.buckets import batch_buckets, bucket_for, place_buckets
 from engine.cuda.inputs.decode_state import DecodeState
 from engine.cuda.inputs.head_inputs import HeadState
 from engine.cuda.model.eagle3_head import DeviceEagle3Head, DeviceHeadRows
@@ -20,13 +20,13 @@ class DraftGraphs:
 
     def __init__(self, head: DeviceEagle3Head, state: DecodeState, reads: HeadState) -> None:
         self._head, self._state, self._reads = head, state, reads
-        self._buckets = batch_buckets(reads.max_drafting)
+        self._buckets, self._lengths = batch_buckets(reads.max_drafting), place_buckets(reads.max_places)
         self._held: dict[tuple[int, int], Launch] = {}
 
     @property
     def sizes(self) -> SequenceOf[tuple[int, int]]:
         """Answers and places."""
-        return list(product(reversed(self._buckets), range(self._reads.max_places, 0, -1)))
+        return list(product(reversed(self._buckets), reversed(self._lengths)))
 
     @torch.inference_mode()
     def capture(self, record: Record, sizes: SequenceOf[tuple[int, int]]) -> None:
@@ -39,7 +39,7 @@ class DraftGraphs:
 
     @torch.inference_mode()
     def draft(self, num_answers: int, num_places: int) -> None:
-        size = bucket_for(self._buckets, num_answers), num_places
+        size = bucket_for(self._buckets, num_answers), bucket_for(self._lengths, num_places)
         (self._held.get(size) or partial(self._draft, *size))()
 
     def _draft(self, num_answers: int, num_places: int) -> None:

@@ -25,6 +25,11 @@ def chunk_buckets(max_rows: int) -> tuple[int, ...]:
     return (*range(64, largest, 64), largest)
 
 
+def place_buckets(longest: int) -> tuple[int, ...]:
+    """Return the numbers of tokens that a head drafts at once: each up to 4, then by halves."""
+    return (*[size for size in (1, 2, 3, 4, 6, 8, 12, 16) if size < longest], longest)
+
+
 def context_buckets(max_model_len: int) -> tuple[int, ...]:
     """Return the contexts for which attention is launched differently.
 

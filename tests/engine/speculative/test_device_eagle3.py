@@ -135,6 +135,39 @@ def test_a_step_that_drafts_is_known_before_the_next(target, head: Path):
     assert noted and all(0 <= token < VOCAB for draft in noted.values() for token in draft.token_ids)
 
 
+def test_a_batch_that_fails_changes_no_answer(target, head: Path, monkeypatch):
+    """Its chunks are computed one by one, and what the head has not read it does not see."""
+    folder, model = target
+    prompts = random_prompts(VOCAB, (20, 62))
+    expected = [oracle_greedy(model, prompt, MAX_TOKENS) for prompt in prompts]
+    engine = drafting(folder, head)
+    noted = note_drafts(engine, prompts, expected)
+    runner: Any = engine.runner
+    launch, steps = runner.launcher.launch, 0
+
+    def failing(*arguments: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        if steps == 5:
+            raise RuntimeError("out of memory")
+        return launch(*arguments)
+
+    monkeypatch.setattr(runner.launcher, "launch", failing)
+    assert answers(engine, prompts, greedy(MAX_TOKENS)) == expected
+    assert steps > 5 and len(noted) > 5
+
+
+def test_long_drafts_are_padded_to_a_few_lengths(target, head: Path):
+    folder, model = target
+    prompts = random_prompts(VOCAB, (20, 60))
+    expected = [oracle_greedy(model, prompt, MAX_TOKENS) for prompt in prompts]
+    engine = drafting(folder, head, draft_tokens=8)
+    noted = note_drafts(engine, prompts, expected)
+    assert answers(engine, prompts, greedy(MAX_TOKENS)) == expected
+    assert count_right(noted, ReferenceDrafts(head, open_checkpoint(str(folder)).config, model)) == len(noted)
+    assert {5, 7} & {len(draft) for draft in noted.values()}
+
+
 def test_a_head_of_several_layers_is_refused(target, tmp_path: Path):
     config = open_checkpoint(str(target[0])).config
     with pytest.raises(ConfigError, match="num_hidden_layers is 2; on a GPU heads have one layer"):
