@@ -176,7 +176,7 @@ def test_a_moved_answer_is_that_of_one_engine(make: Make, name: str):
 
 
 def test_a_grammar_goes_on_where_it_was():
-    source, target = (load_engine(settings(dtype="float32", kv_cache_nbytes=128 << 20)) for _ in range(2))
+    source, target = (load_engine(settings(dtype="auto", kv_cache_nbytes=128 << 20)) for _ in range(2))
     grammar = LLMatcher.grammar_from_regex(r"[a-f]{4}-[0-9]{6}-(yes|no)")
     sampling = greedy(60, grammar=grammar, ignore_eos=False, temperature=0.8, seed=7)
     expected = whole(source, sampling)

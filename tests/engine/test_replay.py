@@ -81,7 +81,7 @@ def test_it_may_wait_be_preempted_and_run_beside_others(make):
 
 
 def test_a_grammar_goes_on_where_it_was():
-    engine = load_engine(settings(dtype="float32", kv_cache_nbytes=128 << 20))
+    engine = load_engine(settings(dtype="auto", kv_cache_nbytes=128 << 20))
     grammar = LLMatcher.grammar_from_regex(r"[a-f]{4}-[0-9]{6}-(yes|no)")
     sampling = greedy(60, grammar=grammar, ignore_eos=False, temperature=0.8, seed=7)
     answer, _ = whole(engine, sampling)

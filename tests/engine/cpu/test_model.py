@@ -83,14 +83,14 @@ def test_prompts_that_are_none_are_refused(engine, token_ids):
 
 
 def test_a_full_queue_is_overload():
-    engine = load_engine(settings(dtype="float16", max_num_waiting=1, kv_cache_nbytes=64 << 20))
+    engine = load_engine(settings(dtype="auto", max_num_waiting=1, kv_cache_nbytes=64 << 20))
     engine.submit(request("a", [5, 6], greedy()))
     with pytest.raises(Overloaded, match="1 requests are waiting"):
         engine.submit(request("b", [5, 6], greedy()))
 
 
 def test_the_context_bounds_an_answer():
-    engine = load_engine(settings(dtype="float16", max_model_len=40, kv_cache_nbytes=64 << 20))
+    engine = load_engine(settings(dtype="auto", max_model_len=40, kv_cache_nbytes=64 << 20))
     engine.submit(request("a", [5] * 30, greedy(1000)))
     ended = [end for output in drain(engine) for end in output.ended]
     assert [(end.num_tokens, end.reason) for end in ended] == [(10, FinishReason.LENGTH)]

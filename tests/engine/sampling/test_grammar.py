@@ -47,7 +47,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    return load_engine(settings(dtype="float16", kv_cache_nbytes=128 << 20))
+    return load_engine(settings(dtype="auto", kv_cache_nbytes=128 << 20))
 
 
 def ask(engine: Engine, tokenizer, *grammars: str, **sampling) -> list[str]:
@@ -253,7 +253,7 @@ def test_a_grammar_that_leads_nowhere_is_the_clients_mistake_and_said_in_a_line(
 
 def test_a_grammar_needs_no_thread_that_is_yet_to_be_started(tokenizer, monkeypatch):
     """There may be none left when it comes, and the step of all would end with its request."""
-    engine, prompt = load_engine(settings(dtype="float16")), tokenizer.encode("Answer: ").ids
+    engine, prompt = load_engine(settings(dtype="auto")), tokenizer.encode("Answer: ").ids
 
     def lacking(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
