@@ -22,17 +22,24 @@ IDS = ["a", "B", "ä", "Z", "A1", "A-1", "a_1"]
 BY_BYTES = sorted(IDS, key=str.encode)
 
 
+@pytest.fixture(scope="module")
+def german(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make a German locale, once, since it takes more than a second; return the folder that it is in."""
+    if not shutil.which("localedef") or not Path("/usr/share/i18n/locales/de_DE").exists():
+        pytest.skip("no localedef, or no source of a German locale")
+    folder = tmp_path_factory.mktemp("locales")
+    command = ["localedef", "--no-archive", "-i", "de_DE", "-f", "UTF-8", str(folder / LOCALE)]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    return folder
+
+
 @pytest.fixture(params=["redis", "valkey"])
 def german_server(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest, german: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[RedisServer]:
     """A server that collates as German does."""
     found = program(request.param)
-    if not shutil.which("localedef") or not Path("/usr/share/i18n/locales/de_DE").exists():
-        pytest.skip("no localedef, or no source of a German locale")
-    command = ["localedef", "--no-archive", "-i", "de_DE", "-f", "UTF-8", str(tmp_path / LOCALE)]
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
-    monkeypatch.setenv("LOCPATH", str(tmp_path))
+    monkeypatch.setenv("LOCPATH", str(german))
     monkeypatch.setenv("LC_ALL", LOCALE)
     with RedisServer(found) as server:
         yield server
