@@ -73,10 +73,11 @@ inline Rows as_rows(const float* x, int64_t num_rows, int64_t k, const Target* t
 
 inline void multiply_target(const Target& target, int64_t strip, const Rows& rows, int64_t row0, int64_t row1, uint8_t* room) {
     alignas(64) float result[ROW_BLOCK * 16];
-    multiply_strip(*target.matrix, strip, rows, row0, row1, room, result);
+    const float* y = target.y + 16 * strip;
+    multiply_strip(*target.matrix, strip, rows, row0, row1, room, result, y, target.stride);
     if (target.gate) {
         alignas(64) float gates[ROW_BLOCK * 16];
-        multiply_strip(*target.gate, strip, rows, row0, row1, room, gates);
+        multiply_strip(*target.gate, strip, rows, row0, row1, room, gates, nullptr, 0);
         gate(gates, result, 16 * (row1 - row0));
     }
     write_strip(result, strip, target.matrix->n, row0, row1, target.y, target.stride, target.adds);

@@ -18,20 +18,20 @@ INLINE int64_t room_nbytes(int64_t) { return 0; }
 #endif
 
 template <class F>
-void multiply_format(const Matrix& w, int64_t strip, const Rows& x, int64_t row0, int64_t row1, uint8_t* room, float* result) {
+void multiply_format(const Matrix& w, int64_t strip, const Rows& x, int64_t row0, int64_t row1, uint8_t* room, float* result, const float* y, int64_t stride) {
     const uint8_t* codes = w.codes + strip * (w.k / 32) * F::GROUP_NBYTES;
     const uint8_t* scales = w.scales + strip * (w.k / F::BLOCK) * F::SCALE_NBYTES;
 #if defined(TANDEM_TILES)
-    if (x.tile_groups && takes_tiles(row1 - row0)) return tile_strip<F>(codes, scales, x, row0, row1, room, result);
+    if (x.tile_groups && takes_tiles(row1 - row0)) return tile_strip<F>(codes, scales, x, row0, row1, room, result, y, stride);
 #endif
     vector_strip<F>(codes, scales, x, row0, row1, result);
 }
 
 // Rows `row0` to `row1`, a block or all of few, times a strip, plus its bias: result [ROW_BLOCK, 16]. `room`:
-// room_nbytes(k) of the thread's own.
-inline void multiply_strip(const Matrix& w, int64_t strip, const Rows& x, int64_t row0, int64_t row1, uint8_t* room, float* result) {
+// room_nbytes(k) of the thread's own. `y`, unless it is null: row 0 of where the result will go.
+inline void multiply_strip(const Matrix& w, int64_t strip, const Rows& x, int64_t row0, int64_t row1, uint8_t* room, float* result, const float* y, int64_t stride) {
     const bool has_groups = with_format(w.kind, [&](auto format) {
-        multiply_format<decltype(format)>(w, strip, x, row0, row1, room, result);
+        multiply_format<decltype(format)>(w, strip, x, row0, row1, room, result, y, stride);
     });
     if (!has_groups) {
         if (w.kind == KIND_F32) strip_plain<AsF32>(w, strip, x, row0, row1, result);

@@ -155,16 +155,18 @@ INLINE void add_tile_rests(const OpenStrip& strip, const Rest* rests, const Run*
         });
 }
 
-// A strip times rows `row0` to `row1` of a block: result [rows + 15, 16].
+// A strip times rows `row0` to `row1` of a block: result [rows + 15, 16]. `y`, unless it is null: where that will go.
 template <class F>
-void tile_strip(const uint8_t* codes, const uint8_t* scales, const Rows& x, int64_t row0, int64_t row1, uint8_t* room, float* result) {
+void tile_strip(const uint8_t* codes, const uint8_t* scales, const Rows& x, int64_t row0, int64_t row1, uint8_t* room, float* result, const float* y, int64_t stride) {
     static constexpr TileShapes SHAPES = product_shapes<F>();
     const int64_t num_groups = x.k / 32;
     const OpenStrip strip = open_strip_at(room, x.k);
     open_strip<F>(codes, scales, num_groups, strip);
     begin_tiles(SHAPES);
-    for (int64_t row = row0; row < row1; row += TILE)
+    for (int64_t row = row0; row < row1; row += TILE) {
+        for (int64_t i = row; y && i < row + TILE && i < row1; i++) prefetch_to_write(y + i * stride);
         multiply_tile<F>(strip, x.tile_groups + row / TILE * num_groups, num_groups, result + 16 * (row - row0));
+    }
     const int64_t block = row0 / ROW_BLOCK;
     add_tile_rests<F>(strip, x.rests + row0 * rests_of(x.k), x.runs + block * most_runs(x.k), x.num_runs[block], result);
     end_tiles();

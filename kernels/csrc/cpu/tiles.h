@@ -8,6 +8,9 @@
 
 namespace TANDEM_SET {
 
+// Rows of results lie far apart, where the CPU foresees nothing: this asks for a line of one while others are computed.
+INLINE void prefetch_to_write(const float* p) { __builtin_prefetch(p, 1); }
+
 // What tiles hold, as LDTILECFG reads it.
 struct alignas(64) TileShapes {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
