@@ -22,6 +22,8 @@ from tests.engine.driving import answers, drain, greedy, random_prompts, request
 from tests.engine.speculative.drafting import KnowingProposer
 from tests.engine.tiny_models import VOCAB, save_tiny
 
+pytestmark = pytest.mark.slow
+
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 LENGTHS = [1, 7, 70, 33, 150, 16]
 SHAPE = {"hidden_size": 128, "num_attention_heads": 4, "head_dim": 32}

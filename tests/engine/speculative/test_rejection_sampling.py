@@ -14,6 +14,8 @@ from engine.speculative.proposer import DrawnGuess
 from engine.speculative.rejection_sampling import accept_or_redraw, residual
 from tests.engine.speculative.drafting import sequence_of
 
+pytestmark = pytest.mark.slow
+
 P = np.array([0.05, 0.4, 0.0, 0.3, 0.25])
 Q = np.array([0.5, 0.1, 0.2, 0.2, 0.0])
 NUM_DRAWS = 20_000

@@ -13,8 +13,6 @@ from testing.fake_worker import FakeWorker
 from testing.memory_store import MemoryStore
 from tests.gateway.gateway_rig import SECRET, Rig, coordinated
 
-pytestmark = pytest.mark.slow
-
 LONG = " ".join(["word"] * 900)
 
 

@@ -25,6 +25,8 @@ from gateway.tool_calling.events import (
     ToolCallStarted,
 )
 
+pytestmark = pytest.mark.slow
+
 THINK, MISTRAL, HARMONY = Tags("<think>", "</think>"), Tags("[THINK]", "[/THINK]"), Harmony()
 SEED = Tags("<seed:think>", "</seed:think>", inner="<seed:cot_budget_reflect>")
 PARIS = '{"city": "Paris"}'

@@ -18,8 +18,6 @@ from gateway.tool_calling import smollm2
 from gateway.tool_calling.tool_choice import calling_of
 from tests.gateway.sayings import saying
 
-pytestmark = pytest.mark.slow
-
 PATCH = """start: begin hunk+ end
 begin: "*** Begin" LF
 end: "*** End" LF?
