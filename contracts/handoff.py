@@ -35,6 +35,8 @@ class Offer(msgspec.Struct, frozen=True, omit_defaults=True, tag="offer"):
     If it `is_bound`, at most so many: the KV of a running answer, which grows on its way. Fin says how many came.
     Prefix hashes are not sent: decode has the job and hashes its token ids itself.
     `nbytes_per_s`: of former handoffs on this link; 0.0 if that is not known, or decode fetches the bytes itself.
+    `num_ready`: of a prefix that another worker pulls, the KV of so many tokens can be sent at once, and the rest as
+    tiers of the offering worker give it; None for all.
     """
 
     request_id: RequestId
@@ -43,6 +45,7 @@ class Offer(msgspec.Struct, frozen=True, omit_defaults=True, tag="offer"):
     layout_id: str
     is_bound: bool = False
     nbytes_per_s: float = 0.0
+    num_ready: int | None = None
 
 
 class Grant(msgspec.Struct, frozen=True, tag="grant"):
@@ -196,7 +199,7 @@ class PrefixRequest(msgspec.Struct, frozen=True, tag="prefix"):
 
     `digests`: of the blocks from there on (contracts.hashing.chain_hashes), 16 bytes each, one after the other.
     `shared_id`: see KVLayout.shared_id; a worker whose own differs holds none of these. Who has the first of them
-    offers as many as it has, without a gap, to `reader`.
+    offers as many as it has, without a gap, to `reader`, and offers fewer anew if its tiers did not give all of them.
     """
 
     request_id: RequestId

@@ -160,7 +160,7 @@ class TransferNode:
                 self._outgoing_to(peer, was_asked=False)
 
     def offer(self, peer: WorkerRef, offer: Offer) -> None:
-        """Send the offer, connecting if there is no link; PeerDisconnected reports a failure to connect."""
+        """Send an offer, connecting if there is no link; PeerDisconnected reports a failure to connect."""
         if link := self._outgoing_to(peer, was_asked=True):
             link.offer(offer)
 

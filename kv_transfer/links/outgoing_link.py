@@ -75,11 +75,14 @@ class OutgoingLink(Link):
             self._finish()
 
     def offer(self, offer: Offer) -> None:
+        """Begin an attempt; another offer of one that goes on says that fewer tokens will come."""
         key = offer.request_id, offer.epoch
-        self.queue.begin(key)
-        self._rate.begin(key)
-        if self._pull_sender is not None and not offer.is_bound:  # else nobody knows how much is left to compute
-            self._pull_sender.begin(key, offer.num_tokens)
+        if not self.queue.is_alive(key):
+            self.queue.begin(key)
+            self._rate.begin(key)
+            is_known = not offer.is_bound and offer.num_ready is None
+            if self._pull_sender is not None and is_known:  # else nobody knows how much is left to compute, or to load
+                self._pull_sender.begin(key, offer.num_tokens)
         rate = self._rate.nbytes_per_s if self._pull_sender is None else 0.0
         self.send(msgspec.structs.replace(offer, nbytes_per_s=rate))
 

@@ -1,25 +1,30 @@
 """A prompt pulls its prefix from another worker's device, or its tiers: a GPU's code on a CPU."""
 
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from contracts.kv_store import BlockKey
 from contracts.node import WorkerRole
+from contracts.request import Cancel
 from engine.engine import Engine
 from engine.messages import PageChecksums
 from kv_transfer.chunks.block_record import max_record_nbytes
-from kv_transfer.tiers.host_memory import HostMemoryTier
+from kv_transfer.tiers.host_memory import HostMemoryTier, LentRecord
 from tests.engine.device_engines import FUSIBLE
 from tests.engine.driving import greedy, request
 from tests.engine.tiny_models import save_tiny
 from tests.path.cores import Worker
 from tests.path.test_path_reuse import GREEDY, NEXT, PROMPT, SLOW, Pool, second_turn
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 from worker.core.kv_tiers import KVTiers
 from worker.core.open_tiers import pages_of
+from worker.messages import Work
 
 pytestmark = pytest.mark.slow
 
@@ -124,10 +129,14 @@ def test_what_a_device_still_computes_is_sent_once_it_is_there(
     pool.close()
 
 
-def with_tiers(worker: Worker, clock: Callable[[], float] = time.monotonic) -> KVTiers:
+def with_tiers(
+    worker: Worker,
+    clock: Callable[[], float] = time.monotonic,
+    make: Callable[..., HostMemoryTier] = HostMemoryTier,
+) -> KVTiers:
     """Give a worker a memory tier."""
     engine, nbytes = worker.engine, max_record_nbytes(worker.engine.layout)
-    host = HostMemoryTier(100 * nbytes, nbytes, block_size=engine.layout.block_size)
+    host = make(100 * nbytes, nbytes, block_size=engine.layout.block_size)
     facts = engine.layout, pages_of(engine), engine.pool.generations, lambda: SLOW, worker.front.wake, clock
     tiers = KVTiers([host], *facts)
     worker.core.use_tiers(tiers)
@@ -160,6 +169,74 @@ def test_what_only_the_tiers_of_a_peer_hold_comes_from_there(
     sent = pool.prefixes[MIXED].counters()
     assert (sent["kv_peer_sent_blocks"], sent["kv_peer_sent_tier_blocks"]) == (count, count - num_kept)
     until(lambda: tiers.is_idle)
+    tiers.close()
+    pool.assert_clean()
+    pool.close()
+
+
+class HeldTier(HostMemoryTier):
+    """It gives nothing of blocks before it is let."""
+
+    def __init__(self, *facts: Any, **options: Any) -> None:
+        super().__init__(*facts, **options)
+        self.may_give = threading.Event()
+
+    def lend(self, keys: Sequence[BlockKey]) -> list[LentRecord]:
+        assert self.may_give.wait(PATIENCE_S)
+        return super().lend(keys)
+
+
+def held_pull(model: str, transfer: str, device: str) -> tuple[Pool, KVTiers, HeldTier, list[int]]:
+    """Return workers of which one has two blocks in its cache and the others in a tier, and what the other pulls."""
+    pool = joined(model, transfer, device)
+    mixed, held = pool.workers[MIXED], list[HeldTier]()
+    tiers = with_tiers(mixed, make=lambda *facts, **options: held.append(HeldTier(*facts, **options)) or held[0])
+    prompt = first_turn(pool)
+    until(lambda: tiers.is_idle)
+    evict(mixed.engine, 2)
+    return pool, tiers, held[0], prompt
+
+
+def num_here(pool: Pool) -> int:
+    """Return how many tokens of its pull the puller has by now; 0 if there is none."""
+    pulls = pool.prefixes[PREFILL]._puller._open.values()
+    return max((pull.chunks.next_token for pull in pulls), default=0)
+
+
+@pytest.mark.parametrize(("transfer", "device"), [("tcp", ""), ("shm", ""), ("tcp", "float32"), ("nvlink", "float32")])
+def test_what_a_peer_has_at_once_does_not_wait_for_its_tiers(
+    model: str, transfer: str, device: str, answers: Callable[[list[int]], list[int]]
+) -> None:
+    pool, tiers, tier, prompt = held_pull(model, transfer, device)
+    engine = pool.workers[MIXED].engine
+    size, count = engine.layout.block_size, num_blocks(engine)
+    job = second_turn(pool, prompt)
+    pool.ask(job, until=lambda: num_here(pool) == 2 * size)
+    assert pool.prefixes[MIXED].counters()["kv_peer_sent_blocks"] == 2
+    tier.may_give.set()
+    until(lambda: pool.turn() is not None and pool.counters()["kv_peer_loads"])
+    assert pool.counters()["kv_peer_hit_blocks"] == count
+    sent = pool.prefixes[MIXED].counters()
+    assert (sent["kv_peer_sent_blocks"], sent["kv_peer_sent_tier_blocks"]) == (count, count - 2)
+    until(lambda: pool.turn() is not None and pool.is_idle() and tiers.is_idle)
+    assert pool.ask(second_turn(pool, prompt)).tokens == answers(prompt)
+    tiers.close()
+    pool.assert_clean()
+    pool.close()
+
+
+@pytest.mark.parametrize("transfer", ["tcp", "shm"])
+def test_a_pull_that_is_over_leaves_nothing_where_its_tiers_hang(model: str, transfer: str) -> None:
+    """What came before is kept; the tier gives the rest to nobody."""
+    pool, tiers, tier, prompt = held_pull(model, transfer, "")
+    job = second_turn(pool, prompt)
+    pool.ask(job, until=lambda: num_here(pool))
+    pool.workers[PREFILL].front.inbox.append(Work([Cancel(job.request_id, job.epoch, "the client left")], 0.0))
+    pool.workers[MIXED].front.inbox.append(Work([Cancel(job.request_id, job.epoch, "the client left")], 0.0))
+    until(lambda: pool.turn() is not None and pool.is_idle())
+    pool.assert_clean()
+    assert pool.counters()["kv_peer_hit_blocks"] == 2 == pool.prefixes[MIXED].counters()["kv_peer_sent_blocks"]
+    tier.may_give.set()
     tiers.close()
     pool.assert_clean()
     pool.close()
@@ -206,8 +283,9 @@ def test_a_reader_that_is_gone_leaves_nothing_of_a_load_for_it(model: str, monke
     until(lambda: tiers.is_idle)
     evict(mixed.engine)
     monkeypatch.setattr(tiers, "finished_for_peers", lambda: [])
+    monkeypatch.setattr(tiers, "num_loaded", lambda _: 0)
     server = pool.prefixes[MIXED]._server
-    pool.ask(second_turn(pool, prompt), until=lambda: server._loading)
+    pool.ask(second_turn(pool, prompt), until=lambda: any(reader.is_loading for reader in server._open.values()))
     assert not server.is_idle and mixed.engine.pool.num_held == num_blocks(mixed.engine)
     prefill.node.close()
     pool.silent = {PREFILL}

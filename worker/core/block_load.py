@@ -1,7 +1,7 @@
 """A load of a prompt's blocks that is under way, and who may write to its pages."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -15,6 +15,10 @@ STOP_TIMEOUT_S = 10.0
 
 MAX_LOOKUPS = 3
 """How often a tier is asked for exact blocks and then for others, where the two alternate in a prompt."""
+
+
+def ignore() -> None:
+    """Nobody waits for a part of a load."""
 
 
 class LoadPurpose(Enum):
@@ -31,7 +35,7 @@ class BlockLoad:
 
     `keys` are of the exact blocks, `lossy_keys` of those with the loss that the prompt takes, if it takes any.
     `asked`: the tiers that were asked, in order; the last has it now. `num_done`: the blocks that are in their pages;
-    `first_lossy`: of these.
+    `first_lossy`: of these. `on_progress` is called as they become more, by any thread.
     """
 
     wanted: PrefixLoad
@@ -40,6 +44,7 @@ class BlockLoad:
     budget: LoadBudget
     start_s: float
     purpose: LoadPurpose = LoadPurpose.PROMPT
+    on_progress: Callable[[], None] = ignore
     asked: list[str] = field(default_factory=list)
     num_done: int = 0
     first_lossy: int | None = None
@@ -98,6 +103,7 @@ class BlockLoad:
                     lossy = (first + index for index, key in enumerate(done) if key != self.keys[first + index])
                     self.first_lossy = next(lossy, None)
             self._changed.notify_all()
+        self.on_progress()
 
     def stop(self) -> None:
         """Let nothing be written to its pages once this returns. Raises TransferError if that does not end."""

@@ -101,9 +101,14 @@ class KVTiers:
     def begin_for_peer(self, load: PrefixLoad) -> bool:
         """Begin to fill blocks that a peer will read, if that is faster than computing them.
 
-        They come from tiers in this machine. `finished_for_peers` tells of its end, and `cancel` gives it up.
+        They come from tiers in this machine. `num_loaded` tells how far it is, `finished_for_peers` of its end, and
+        `cancel` gives it up.
         """
         return self._begin(load, LoadPurpose.PEER, self._compute_budget(load))
+
+    def num_loaded(self, request_id: RequestId) -> int:
+        """Return how many blocks of a load that has not been told as finished are in their pages."""
+        return self._loads[request_id].num_done if request_id in self._loads else 0
 
     def finished_for_peers(self) -> list[EndedLoad]:
         """Return the loads for peers that have ended, each once, as `finished` those of the engine."""
@@ -122,6 +127,8 @@ class KVTiers:
         exact = [self._key(digest) for digest in load.digests]
         lossy = [self._key(inexact_digest(digest, load.loss)) for digest in load.digests] if load.loss else []
         entry = BlockLoad(load, exact, lossy, budget, self._clock(), purpose)
+        if purpose is LoadPurpose.PEER:  # who sends what is there meanwhile
+            entry.on_progress = self._ring
         self._loads[load.request_id] = entry
         if not self._ask_next(entry):
             del self._loads[load.request_id]

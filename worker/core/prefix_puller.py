@@ -10,6 +10,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from contracts.errors import Corrupt, OutOfBlocks, RequestError
 from contracts.handoff import Abort, ChunkHeader, Commit, Grant, Offer, PrefixRequest, Refuse
 from contracts.ids import Epoch, RequestId, WorkerId
@@ -57,6 +59,7 @@ class Pull:
     """The blocks of a prompt that were asked for, from `first_token` on.
 
     `chunks`: how much of them is here. `saved_s`: how long computing those that entered the cache would have taken.
+    `is_timed`: the time of what the peer had at once has been counted; the rest comes as its tiers give it.
     """
 
     id: AttemptId
@@ -74,12 +77,19 @@ class Pull:
     reservation: Reservation | None = None
     chunks: ChunkOrder = field(default_factory=ChunkOrder)
     answered_s: float = 0.0
+    is_timed: bool = False
     ended_s: float = 0.0
 
     @property
     def key(self) -> RequestId:
         """Return the engine's id of the pages."""
         return attempt_key(*self.id)
+
+    @property
+    def ready_end(self) -> int:
+        """Return up to which token the KV comes at the pace of the link, as far as that is known."""
+        assert self.offer is not None
+        return self.offer.num_tokens if self.offer.num_ready is None else self.offer.num_ready
 
 
 class PrefixPuller:
@@ -146,10 +156,13 @@ class PrefixPuller:
         """Handle an event if it belongs to a pull of this worker; return whether it does."""
         match event:
             case MessageReceived(peer_id, Offer() as offer) if self._knows(id_ := (offer.request_id, offer.epoch)):
-                if (pull := self._open.get(id_)) and pull.offer is None and pull.peer.worker_id == peer_id:
+                pull = self._open.get(id_)
+                if pull is None or pull.peer.worker_id != peer_id:
+                    self._send_refusal(peer_id, id_, "cancelled", "the pull is over")
+                elif pull.offer is None:
                     self._on_offer(pull, offer, now)
                 else:
-                    self._send_refusal(peer_id, id_, "cancelled", "the pull is over")
+                    self._on_lower_offer(pull, pull.offer, offer.num_tokens, now)
             case MessageReceived(message=Refuse() | Abort() as end) if self._knows(id_ := (end.request_id, end.epoch)):
                 if pull := self._open.get(id_):
                     self._counters["kv_peer_refused"] += 1
@@ -187,7 +200,8 @@ class PrefixPuller:
         for pull in list(self._open.values()):
             if now - pull.began_s > self._limit_s(pull):
                 self._counters["kv_peer_given_up"] += 1
-                self._rate.add(max(pull.chunks.nbytes, 1), now - pull.began_s)
+                if pull.offer is None or pull.chunks.next_token < pull.ready_end:
+                    self._rate.add(max(pull.chunks.nbytes, 1), now - pull.began_s)
                 self._give_up(pull, "computing is faster", now)
         for pull in [pull for pull in self._draining.values() if now - pull.ended_s > DRAIN_WAIT_S]:
             self._go_on(pull)
@@ -220,6 +234,7 @@ class PrefixPuller:
         except (OutOfBlocks, RequestError, Corrupt) as error:
             self._refuse(pull, str(error), now)
             return
+        pull.is_timed = pull.ready_end <= reservation.skip_tokens
         num_groups = len(self._node.groups_with(pull.peer.worker_id, sends=False))
         pull.reservation, pull.chunks = reservation, ChunkOrder(num_groups, reservation.skip_tokens)
         if reservation.skip_tokens < pull.first_token:  # evicted meanwhile: the peer was not asked for these
@@ -255,8 +270,23 @@ class PrefixPuller:
         if header.loss:
             self._engine.incoming_lost(pull.key, header.first_token, header.loss)
         chunks = pull.chunks
-        if pull.offer is not None and chunks.next_token == pull.offer.num_tokens:
+        if not pull.is_timed and chunks.next_token >= pull.ready_end:
+            pull.is_timed = True
             self._rate.add(chunks.nbytes, now - pull.answered_s)
+        self._end_if_whole(pull, now)
+
+    def _on_lower_offer(self, pull: Pull, offer: Offer, num_tokens: int, now: float) -> None:
+        """Expect less than was offered: the peer's tiers did not give the rest."""
+        if pull.reservation is None or num_tokens >= offer.num_tokens:
+            self._fail(pull, f"{num_tokens} tokens are offered after {offer.num_tokens}", now)
+            return
+        pull.offer = msgspec.structs.replace(offer, num_tokens=num_tokens)
+        self._end_if_whole(pull, now)
+
+    def _end_if_whole(self, pull: Pull, now: float) -> None:
+        """Commit a pull all of which has come."""
+        chunks = pull.chunks
+        if pull.offer is not None and chunks.next_token >= pull.offer.num_tokens:
             self._counters["kv_peer_load_seconds"] += now - pull.began_s
             self._node.commit(
                 pull.peer.worker_id,

@@ -1,17 +1,18 @@
 """The giving side of a pull.
 
-A worker asks for blocks that the prefix cache here may hold, and gets those that it does, and those behind them that
-tiers in this machine hold. A GPU may still compute some: they are offered at once, and sent when they are computed.
+A worker asks for blocks that the prefix cache here may hold. It is offered those that it does, and those behind them
+that tiers in this machine hold, all at once. What a GPU still computes, and what tiers load, is sent as it is there.
 """
 
 import logging
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from contracts.handoff import Abort, Commit, Grant, Offer, PrefixRequest, Refuse
-from contracts.ids import BlockId, RequestId, WorkerId
+from contracts.ids import BlockId, WorkerId
 from contracts.request import WorkerRef
-from engine.cache.load_plan import EndedLoad, PrefixLoad
+from engine.cache.load_plan import PrefixLoad
 from engine.engine import Engine
 from engine.messages import PageChecksums
 from kv_transfer.events import Drained, MessageReceived, PeerDisconnected, TransferEvent
@@ -30,31 +31,33 @@ CHUNK_BLOCKS = 8
 """The blocks of a chunk: as many are lost at most when the reader gives up."""
 
 
-@dataclass(frozen=True)
+@dataclass
+class _Part:
+    """Blocks `[first, last)` of a pull, which are sent once their `checksums` are done."""
+
+    first: int
+    last: int
+    checksums: PageChecksums | None
+
+
+@dataclass
 class _PrefixReader:
-    """A worker that reads `blocks`, those of the tokens from `first_token` on."""
+    """A worker that reads `blocks`, those of the tokens from `first_token` on.
+
+    The first `num_held` were in the cache. The first `num_ready` have their KV, or a device computes it; tiers fill the
+    others while it `is_loading`. `next`: the first block that no part has yet; None before Grant.
+    """
 
     peer: WorkerRef
     first_token: int
     blocks: list[BlockId]
+    num_held: int
+    num_ready: int
     deadline_s: float
-
-
-@dataclass(frozen=True)
-class _Loading:
-    """A pull whose last blocks, `lent`, are being filled from tiers."""
-
-    id: AttemptId
-    reader: _PrefixReader
-    lent: list[BlockId]
-
-
-@dataclass(frozen=True)
-class _Granted:
-    """The blocks of a pull from `first` on, which are sent once their `checksums` are done."""
-
-    first: int
-    checksums: PageChecksums | None
+    is_loading: bool = False
+    next: int | None = None
+    num_chunks: int = 0
+    parts: deque[_Part] = field(default_factory=deque)
 
 
 class PrefixServer:
@@ -67,8 +70,6 @@ class PrefixServer:
         self._engine, self._node, self._exports = engine, node, engine.prefix_exports
         self._open: dict[AttemptId, _PrefixReader] = {}
         self._draining: dict[AttemptId, _PrefixReader] = {}
-        self._loading: dict[RequestId, _Loading] = {}
-        self._granted: dict[AttemptId, _Granted] = {}
         self.tiers: KVTiers | None = None
         self.num_blocks_sent = self.num_blocks_loaded = 0
 
@@ -82,7 +83,7 @@ class PrefixServer:
             case MessageReceived(message=Commit() | Refuse() as end) if (end.request_id, end.epoch) in self._open:
                 self._end((end.request_id, end.epoch))
             case MessageReceived(message=Abort() as abort) if (id_ := (abort.request_id, abort.epoch)) in self._open:
-                self._granted.pop(id_, None)
+                self._stop_loading(id_, self._open[id_])
                 self._draining[id_] = self._open.pop(id_)  # the node drains it by itself
             case Drained(request_id, epoch) if (request_id, epoch) in self._draining:
                 self._end((request_id, epoch))
@@ -99,18 +100,23 @@ class PrefixServer:
             self._abort(id_, "deadline_exceeded", "the pull took too long")
 
     def advance(self) -> None:
-        """Offer what has been loaded by now, and send what has been computed."""
-        if self._loading and self.tiers is not None:
-            for ended in self.tiers.finished_for_peers():
-                self._on_loaded(ended)
-        for id_, granted in list(self._granted.items()):
+        """Send what has been loaded and computed by now."""
+        if self.tiers is not None and any(reader.is_loading for reader in self._open.values()):
+            self._count_loaded(self.tiers)
+        for id_, reader in list(self._open.items()):
+            if reader.next is None:
+                continue
+            self._cut_part(reader, reader.next)
             # While nothing is being computed, they are done in a moment.
-            if granted.checksums is None or granted.checksums.is_done or not self._engine.has_work():
-                self._send(id_, granted)
+            while reader.parts and (_is_done(reader.parts[0].checksums) or not self._engine.has_work()):
+                self._send(id_, reader, reader.parts.popleft())
+            if not reader.is_loading and reader.num_ready < len(reader.blocks):  # tiers gave less than was thought
+                del reader.blocks[reader.num_ready :]
+                self._node.offer(reader.peer, self._offer_of(id_, reader))
 
     @property
     def is_idle(self) -> bool:
-        return not self._open and not self._draining and not self._loading
+        return not self._open and not self._draining
 
     def _on_request(self, peer_id: WorkerId, request: PrefixRequest, now: float) -> None:
         id_ = request.request_id, request.epoch
@@ -119,16 +125,17 @@ class PrefixServer:
             return
         digests = _digests(request)
         blocks = self._exports.hold(attempt_key(*id_), digests)
-        reader = _PrefixReader(request.reader, request.first_token, blocks, now + READER_TIMEOUT_S)
-        if not self._begins_to_load(id_, reader, digests[len(blocks) :]):
-            self._offer(id_, reader)
+        count, deadline_s = len(blocks), now + READER_TIMEOUT_S
+        reader = _PrefixReader(request.reader, request.first_token, blocks, count, count, deadline_s)
+        self._begin_to_load(id_, reader, digests[len(blocks) :])
+        self._offer(id_, reader)
 
-    def _begins_to_load(self, id_: AttemptId, reader: _PrefixReader, missing: Sequence[bytes]) -> bool:
-        """Return whether tiers fill blocks now that are missing in the cache; they are offered then."""
+    def _begin_to_load(self, id_: AttemptId, reader: _PrefixReader, missing: Sequence[bytes]) -> None:
+        """Let tiers fill the blocks that are missing in the cache, as far as that pays."""
         num_held = self.tiers.count_held(missing) if self.tiers is not None and missing else 0
         lent = self._exports.lend(attempt_key(*id_), num_held)
         if self.tiers is None or not lent:
-            return False
+            return
         size, count = self._engine.layout.block_size, len(lent)
         first_token = reader.first_token + len(reader.blocks) * size
         load = PrefixLoad(
@@ -139,26 +146,36 @@ class PrefixServer:
             digests=missing[:count],
             blocks=lent,
         )
-        if not self.tiers.begin_for_peer(load):
-            return False
-        self._loading[attempt_key(*id_)] = _Loading(id_, reader, lent)
-        return True
+        if self.tiers.begin_for_peer(load):
+            reader.blocks.extend(lent)
+            reader.is_loading = True
 
-    def _on_loaded(self, ended: EndedLoad) -> None:
-        loading = self._loading.pop(ended.request_id)
-        loading.reader.blocks.extend(loading.lent[: ended.num_blocks])
-        self.num_blocks_loaded += ended.num_blocks
-        self._offer(loading.id, loading.reader)
+    def _count_loaded(self, tiers: KVTiers) -> None:
+        """Note how far the loads of all readers are, and which have ended."""
+        ended = {each.request_id: each.num_blocks for each in tiers.finished_for_peers()}
+        for id_, reader in self._open.items():
+            if not reader.is_loading:
+                continue
+            key, num_before = attempt_key(*id_), reader.num_ready
+            reader.is_loading = key not in ended
+            num_loaded = tiers.num_loaded(key) if reader.is_loading else ended[key]
+            reader.num_ready = reader.num_held + num_loaded
+            self.num_blocks_loaded += reader.num_ready - num_before
 
     def _offer(self, id_: AttemptId, reader: _PrefixReader) -> None:
         """Offer what is held for a reader; refuse if that is nothing."""
+        self._open[id_] = reader
         if not reader.blocks:
             self._end(id_)
             self._refuse(reader.peer.worker_id, id_, "none of these blocks is here")
             return
-        self._open[id_] = reader
-        num_tokens = reader.first_token + len(reader.blocks) * self._engine.layout.block_size
-        self._node.offer(reader.peer, Offer(id_[0], id_[1], num_tokens, self._engine.layout.layout_id))
+        self._node.offer(reader.peer, self._offer_of(id_, reader))
+
+    def _offer_of(self, id_: AttemptId, reader: _PrefixReader) -> Offer:
+        request_id, epoch = id_
+        size, layout_id = self._engine.layout.block_size, self._engine.layout.layout_id
+        num_tokens, num_ready = (reader.first_token + count * size for count in (len(reader.blocks), reader.num_ready))
+        return Offer(request_id, epoch, num_tokens, layout_id, num_ready=num_ready if num_ready < num_tokens else None)
 
     def _refuse(self, peer_id: WorkerId, id_: AttemptId, reason: str) -> None:
         request_id, epoch = id_
@@ -175,9 +192,9 @@ class PrefixServer:
         if request.first_token % self._engine.layout.block_size or len(request.digests) % DIGEST_NBYTES:
             return "first_token or digests are not those of whole blocks"
         id_ = request.request_id, request.epoch
-        if id_ in self._open or id_ in self._draining or attempt_key(*id_) in self._loading:
+        if id_ in self._open or id_ in self._draining:
             return "request_id is that of a pull under way"
-        is_busy = len(self._open) + len(self._loading) >= MAX_READERS
+        is_busy = len(self._open) >= MAX_READERS
         return f"{MAX_READERS} pulls are under way" if is_busy else ""
 
     def _on_grant(self, id_: AttemptId, grant: Grant) -> None:
@@ -187,44 +204,57 @@ class PrefixServer:
         if not 0 <= num_have < len(reader.blocks) or grant.skip_tokens % size:
             self._abort(id_, "corrupt", f"skip_tokens is {grant.skip_tokens}; {reader.first_token} was asked for")
             return
-        self._granted[id_] = _Granted(num_have, self._exports.checksums(reader.blocks[num_have:]))
+        reader.next = num_have
         self.advance()
 
-    def _send(self, id_: AttemptId, granted: _Granted) -> None:
-        del self._granted[id_]
-        reader, size, num_have = self._open[id_], self._engine.layout.block_size, granted.first
-        sums = None if granted.checksums is None else granted.checksums.wait()
-        groups, num_sent = self._node.groups_with(reader.peer.worker_id, sends=True), 0
-        for first in range(num_have, len(reader.blocks), CHUNK_BLOCKS):
-            blocks = reader.blocks[first : first + CHUNK_BLOCKS]
+    def _cut_part(self, reader: _PrefixReader, first: int) -> None:
+        """Make a part of what is ready: after the first, a chunk at least while more is to come."""
+        num_new, is_first = reader.num_ready - first, not (reader.num_chunks or reader.parts)
+        if num_new >= (CHUNK_BLOCKS if reader.is_loading and not is_first else 1):
+            checksums = self._exports.checksums(reader.blocks[first : reader.num_ready])
+            reader.parts.append(_Part(first, reader.num_ready, checksums))
+            reader.next = reader.num_ready
+
+    def _send(self, id_: AttemptId, reader: _PrefixReader, part: _Part) -> None:
+        size, sums = self._engine.layout.block_size, None if part.checksums is None else part.checksums.wait()
+        groups = self._node.groups_with(reader.peer.worker_id, sends=True)
+        for first in range(part.first, part.last, CHUNK_BLOCKS):
+            blocks = reader.blocks[first : min(first + CHUNK_BLOCKS, part.last)]
             place = reader.first_token + first * size, len(blocks) * size
-            those = None if sums is None else sums[first - num_have : first - num_have + len(blocks)]
+            those = None if sums is None else sums[first - part.first : first - part.first + len(blocks)]
             for group in groups:
-                self._node.send_chunk(reader.peer.worker_id, *id_, num_sent, *place, blocks, those, group=group)
-                num_sent += 1
+                index = reader.num_chunks
+                self._node.send_chunk(reader.peer.worker_id, *id_, index, *place, blocks, those, group=group)
+                reader.num_chunks += 1
             self.num_blocks_sent += len(blocks)
 
     def _abort(self, id_: AttemptId, code: str, reason: str) -> None:
-        self._granted.pop(id_, None)
         reader = self._draining[id_] = self._open.pop(id_)
+        self._stop_loading(id_, reader)
         log.warning("pull %s by %s is ended: %s", id_[0], reader.peer.worker_id, reason)
         self._node.abort(reader.peer.worker_id, Abort(request_id=id_[0], epoch=id_[1], code=code, reason=reason))
 
     def _on_peer_lost(self, lost: PeerDisconnected) -> None:
         """Let go what the peer read, unless the pull came over a newer link than the one that was lost."""
-        loading = [(each.id, each.reader) for each in self._loading.values()]
-        for id_, reader in [*self._open.items(), *self._draining.items(), *loading]:
+        for id_, reader in [*self._open.items(), *self._draining.items()]:
             is_with = (reader.peer.worker_id, reader.peer.incarnation) == (lost.peer_id, lost.incarnation)
             if is_with and not self._node.knows(lost.peer_id, *id_):
                 self._end(id_)
 
     def _end(self, id_: AttemptId) -> None:
-        if self._loading.pop(attempt_key(*id_), None) and self.tiers is not None:
-            self.tiers.cancel(attempt_key(*id_))
-        self._granted.pop(id_, None)
-        self._open.pop(id_, None)
-        self._draining.pop(id_, None)
+        if reader := self._open.pop(id_, None) or self._draining.pop(id_, None):
+            self._stop_loading(id_, reader)
         self._exports.reader_ended(attempt_key(*id_))
+
+    def _stop_loading(self, id_: AttemptId, reader: _PrefixReader) -> None:
+        """Let no tier write to the blocks any more."""
+        if reader.is_loading and self.tiers is not None:
+            reader.is_loading = False
+            self.tiers.cancel(attempt_key(*id_))
+
+
+def _is_done(checksums: PageChecksums | None) -> bool:
+    return checksums is None or checksums.is_done
 
 
 def _digests(request: PrefixRequest) -> list[bytes]:
