@@ -9,7 +9,7 @@
 namespace TANDEM_SET {
 
 #if defined(TANDEM_TILES)
-constexpr int64_t LEAST_TILE_ROWS = 6;  // below that vectors are faster
+constexpr int64_t LEAST_TILE_ROWS = 32;  // fewer are faster by vectors
 INLINE bool takes_tiles(int64_t num_rows) { return num_rows >= LEAST_TILE_ROWS; }
 INLINE int64_t room_nbytes(int64_t k) { return open_strip_nbytes(k); }
 #else
