@@ -20,7 +20,15 @@ from contracts.errors import ConfigError
 from engine.cuda.kv.kv_cache import DeviceCache
 from engine.cuda.model.attention import decode_workspace
 from engine.cuda.model.format_choice import rounds_sparingly
-from engine.cuda.model.linear import QuantizedLinear, RowBuffer, Scaled, SplitKPartials, rounding, unrounded
+from engine.cuda.model.linear import (
+    QuantizedLinear,
+    RowBuffer,
+    Scaled,
+    SplitKPartials,
+    parts_numel,
+    rounding,
+    unrounded,
+)
 from engine.cuda.model.matrices import Matrix, quantize_rows
 from engine.cuda.model.number_formats import DeviceFormat
 from engine.model.rotary_embedding import rope_frequencies
@@ -254,7 +262,7 @@ class DeviceEagle3Head:
         self._middle = RowBuffer([weights.down], max_rows, inner, rows_type, device)
         self._end = RowBuffer([weights.head], max_rows, hidden, rows_type, device)
         self._qkv, self._q = empty(2, read_rows, width), empty(read_rows, config.num_heads, config.head_dim)
-        self._parts = torch.empty(4 * min(max_rows, 64) * width, device=device)
+        self._parts = torch.empty(2 * parts_numel(weights.feature_qkv, read_rows), device=device)
         self._mixed = empty(max_rows, config.num_heads, config.head_dim)
         self._residual, self._sum = empty(max_rows, hidden), empty(max_rows, hidden)
         self._gate_up = empty(max_rows, 2 * inner)

@@ -104,7 +104,7 @@ class QuantizedLinear:
         specs += [_w8_spec(matrix) for matrix in matrices if matrix.recipe == "w8"]
         nbytes = max((widening_workspace_nbytes(spec, max_rows) for spec in specs), default=0)
         self._workspace = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-        numel = max((_parts_numel(matrix, max_rows) for matrix in matrices), default=0)
+        numel = max((parts_numel(matrix, max_rows) for matrix in matrices), default=0)
         self._parts = torch.empty(numel, device=device)
 
     def unfinished(self, matrix: Matrix, x: Scaled, out: Tensor, adds: bool = True) -> SplitKPartials:
@@ -180,8 +180,8 @@ def unrounded(rows: Tensor, weight: Tensor, out: Tensor) -> None:
         torch.mm(rows.float(), weight.t().float(), out=out)
 
 
-def _parts_numel(matrix: Matrix, max_rows: int) -> int:
-    """Room for what `QuantizedLinear.unfinished` leaves in parts."""
+def parts_numel(matrix: Matrix, max_rows: int) -> int:
+    """Return how many float32 values the parts of a product of up to so many rows take at most."""
     counts = range(1, min(max_rows, SKINNY_ROWS) + 1)
     in_parts = ((_parts_of(matrix, count) or 1, count) for count in counts)
     return max((parts * count * matrix.shape[0] for parts, count in in_parts if parts > 1), default=0)

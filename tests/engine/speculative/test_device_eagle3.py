@@ -30,6 +30,8 @@ LARGER = speculators(
     {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32}
 )
 """A head beside the model of FUSIBLE."""
+WIDE = 2112
+"""More columns than a product of few FP8 rows adds up in one part."""
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +168,24 @@ def test_long_drafts_are_padded_to_a_few_lengths(target, head: Path):
     assert answers(engine, prompts, greedy(MAX_TOKENS)) == expected
     assert count_right(noted, ReferenceDrafts(head, open_checkpoint(str(folder)).config, model)) == len(noted)
     assert {5, 7} & {len(draft) for draft in noted.values()}
+
+
+@pytest.mark.parametrize("max_num_seqs", [2, 16])
+def test_a_wide_head_in_fp8_reads_more_rows_than_it_drafts(tmp_path: Path, max_num_seqs: int):
+    """Its product with qkv is left in parts, of prompts and of all rows that a step verifies."""
+    shape = {"intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    save_tiny(tmp_path, "llama", hidden_size=WIDE, **shape)
+    head = save_head(
+        tmp_path / "head", speculators(shape | {"hidden_size": WIDE}), open_checkpoint(str(tmp_path)).config
+    )
+    engine = drafting(tmp_path, head, dtype="float8", max_num_seqs=max_num_seqs, max_model_len=256)
+    runner: Any = engine.runner
+    for graphs in runner.launcher.head.graph_sets:
+        graphs.capture(lambda launch: launch() or launch, graphs.sizes)
+        graphs.release()
+    prompts = random_prompts(VOCAB, (5, 63, 64))
+    assert [len(answer) for answer in answers(engine, prompts, greedy(8))] == [8] * len(prompts)
+    assert engine.stats().num_drafts > 0
 
 
 def test_a_head_of_several_layers_is_refused(target, tmp_path: Path):
