@@ -30,7 +30,6 @@ class DraftGraphs:
 
     @torch.inference_mode()
     def capture(self, record: Record, sizes: SequenceOf[tuple[int, int]]) -> None:
-        self._state.lengths.fill_(1)
         for size in sizes:
             self._held[size] = record(partial(self._draft, *size))
 

@@ -90,13 +90,13 @@ class HeadState:
             "sources": max_step_rows,
         }  # fmt: skip
         self._blank = np.zeros(2 * sum(wide.values()) + sum(narrow.values()), np.int32)
-        self._words = torch.from_numpy(self._blank.copy()).to(device)
-        self._columns = _split(self._words, wide, narrow)
         blank = _split(torch.from_numpy(self._blank), wide, narrow)
         blank["slots"].fill_(-1)
         blank["draft_slots"].fill_(-1)
         blank["blocks"].fill_(num_blocks)  # the spare one
         blank["kept_in"].fill_(len(self.pool) - 1)  # the place that pads
+        self._words = torch.from_numpy(self._blank.copy()).to(device)
+        self._columns = _split(self._words, wide, narrow)
         self._places = {name: column.storage_offset() for name, column in self._columns.items()}
 
     def column(self, name: str) -> Tensor:
