@@ -85,7 +85,9 @@ class DeviceEagle3Drafter:
 
     def batch(self, pieces: SequenceOf[ScheduledChunk]) -> HeadBatch:
         """Return what the head does for a batch that is launched next, of decodes and then prompts."""
-        kept = {sequence: found for sequence, rows in self._last.items() if (found := self._newest(sequence, rows))}
+        kept = {
+            sequence: found for sequence, rows in self._last.items() if (found := self._newest(sequence, rows, pieces))
+        }
         sources = {sequence: rows.row_of(self._kept[sequence]) for sequence, (rows, _) in kept.items()}
         loaded: list[tuple[int, int]] = []
         reads: list[HeadReads] = []
@@ -93,7 +95,7 @@ class DeviceEagle3Drafter:
         row = 0
         for piece in pieces:
             sequence = piece.sequence
-            before = self._before(piece)
+            before = self._before(piece, pieces)
             if before is not None and before.block is not None:
                 kept.pop(sequence, None)
                 sources.pop(sequence, None)
@@ -123,7 +125,7 @@ class DeviceEagle3Drafter:
             self._runs[sequence] = run
         return min(run.start, end)
 
-    def _newest(self, sequence: Sequence, rows: _Rows) -> tuple[_Rows, int] | None:
+    def _newest(self, sequence: Sequence, rows: _Rows, pieces: SequenceOf[ScheduledChunk]) -> tuple[_Rows, int] | None:
         """Note that the feature of the newest token in the last batch is kept.
 
         Returns where it was and will be; None of a sequence that was preempted.
@@ -133,20 +135,28 @@ class DeviceEagle3Drafter:
             self._kept.pop(sequence, None)
             return None
         self._kept[sequence] = newest
-        return rows, self._place(sequence)
+        return rows, self._place(sequence, pieces)
 
-    def _place(self, sequence: Sequence) -> int:
-        """Return the place in the pool that is kept for a sequence."""
+    def _place(self, sequence: Sequence, pieces: SequenceOf[ScheduledChunk]) -> int:
+        """Return the place in the pool that is kept for a sequence of these pieces or of the last batch."""
         if sequence not in self._places:
-            if not self._free:  # there are as many as sequences that run or are about to end: one of these waits
-                idle = next(each for each in self._places if each not in self._last)
-                self._kept.pop(idle, None)
-                self._free.append(self._places.pop(idle))
+            if not self._free:
+                self._free_idle(pieces)
             self._places[sequence] = self._free.pop()
         return self._max_rows + self._places[sequence]
 
-    def _before(self, piece: ScheduledChunk) -> "_Before | None":
-        """Return where the feature of the token before a piece will be.
+    def _free_idle(self, pieces: SequenceOf[ScheduledChunk]) -> None:
+        """Free the place of a sequence that is neither in the last batch nor has one of these pieces.
+
+        There is one: places are for twice as many sequences as a batch has, and one of these has none.
+        """
+        present = {piece.sequence for piece in pieces}
+        idle = next(each for each in self._places if each not in self._last and each not in present)
+        self._kept.pop(idle, None)
+        self._free.append(self._places.pop(idle))
+
+    def _before(self, piece: ScheduledChunk, pieces: SequenceOf[ScheduledChunk]) -> "_Before | None":
+        """Return where the feature of the token before a piece will be; `pieces`: all of the batch.
 
         None where it is not known: the head sees what is before no more.
         """
@@ -154,13 +164,13 @@ class DeviceEagle3Drafter:
         if first == 0:
             return None
         if self._kept.get(sequence) == first - 1:
-            return _Before(self._place(sequence))
+            return _Before(self._place(sequence, pieces))
         before = sequence.blocks[(first - 1) // self._size]
         if self._presence.run_start(sequence.blocks, first) == first:
             return None
         if first % self._size == 0:
             self._kept[sequence] = first - 1
-            return _Before(self._place(sequence), before)
+            return _Before(self._place(sequence, pieces), before)
         self._presence.forget([before])
         return None
 
