@@ -6,6 +6,7 @@ from torch import Tensor
 from checkpoint import Checkpoint
 from checkpoint.fingerprint import weights_fingerprint
 from checkpoint.huggingface.eagle3_folder import Eagle3Folder
+from contracts.errors import ConfigError
 from contracts.layout import KVLayout
 from engine.cuda.eagle3_drafter import MAX_PLACES, DeviceEagle3Drafter
 from engine.cuda.graphs.head_pass import HeadPass
@@ -85,10 +86,16 @@ def open_draft_head(
 ) -> DeviceDraftHead | None:
     """Return the head that settings name, or None if they name none.
 
-    Raises ConfigError as open_named_head.
+    Raises ConfigError as open_named_head, and for a head of several layers.
     """
     folder = open_named_head(settings, checkpoint)
-    return None if folder is None else DeviceDraftHead(folder, settings, number_format, block_size)
+    if folder is None:
+        return None
+    if folder.config.num_layers != 1:
+        raise ConfigError(
+            f"{folder.path}/config.json: num_hidden_layers is {folder.config.num_layers}; on a GPU heads have one layer"
+        )
+    return DeviceDraftHead(folder, settings, number_format, block_size)
 
 
 def drafter_of(launcher: Launcher, block_size: int) -> DeviceEagle3Drafter | None:

@@ -287,11 +287,8 @@ def load_device_head(
 ) -> DeviceHeadWeights:
     """Return the weights of a head, its matrices in e4m3 where the model's are rounded so.
 
-    `embedding`: the model's. Raises ConfigError for a head of several layers.
+    `embedding`: the model's.
     """
-    config = tensors.config
-    if config.num_layers != 1:
-        raise ConfigError(f"the head's num_hidden_layers is {config.num_layers}; on a GPU heads have one layer")
     return _HeadLoader(tensors, number_format, target, embedding.device).weights(embedding, max_model_len)
 
 

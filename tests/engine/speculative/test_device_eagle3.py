@@ -188,7 +188,8 @@ def test_a_wide_head_in_fp8_reads_more_rows_than_it_drafts(tmp_path: Path, max_n
     assert engine.stats().num_drafts > 0
 
 
-def test_a_head_of_several_layers_is_refused(target, tmp_path: Path):
+def test_a_head_of_several_layers_is_refused_before_weights_are_read(target, tmp_path: Path, monkeypatch):
+    monkeypatch.delattr("engine.cuda.loader.load_device_weights")
     config = open_checkpoint(str(target[0])).config
     with pytest.raises(ConfigError, match="num_hidden_layers is 2; on a GPU heads have one layer"):
         drafting(target[0], save_head(tmp_path, HEADS["two layers"], config))
