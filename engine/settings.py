@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+MAX_DRAFT_TOKENS = 16
+"""The longest draft, in tokens."""
+
 
 @dataclass(frozen=True)
 class EngineSettings:

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from engine.settings import MAX_DRAFT_TOKENS
 from kv_transfer.tiers.store_url import wrong_store_url
 
 Dtype = Literal[
@@ -94,7 +95,9 @@ class WorkerSettings(BaseSettings):
         "text), suffix (from earlier answers too; auto takes it on a CPU), eagle3 (the model's own head), "
         "suffix+eagle3 (the head where the text says nothing) or the folder of a head, with a /",
     )
-    draft_tokens: int = Field(3, ge=1, le=16, description="most tokens that are guessed of an answer at a time")
+    draft_tokens: int = Field(
+        3, ge=1, le=MAX_DRAFT_TOKENS, description="most tokens that are guessed of an answer at a time"
+    )
     itl_objective_ms: float = Field(
         0.0,
         ge=0,

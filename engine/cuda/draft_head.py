@@ -8,7 +8,7 @@ from checkpoint.fingerprint import weights_fingerprint
 from checkpoint.huggingface.eagle3_folder import Eagle3Folder
 from contracts.errors import ConfigError
 from contracts.layout import KVLayout
-from engine.cuda.eagle3_drafter import MAX_PLACES, DeviceEagle3Drafter
+from engine.cuda.eagle3_drafter import DeviceEagle3Drafter
 from engine.cuda.graphs.head_pass import HeadPass
 from engine.cuda.inputs.decode_state import DecodeState
 from engine.cuda.inputs.head_inputs import HeadState
@@ -19,7 +19,7 @@ from engine.cuda.model.number_formats import DeviceFormat
 from engine.model_loader.checkpoint_weights import WeightSource
 from engine.model_loader.decoder_tensors import ModelTensors
 from engine.model_loader.eagle3_tensors import Eagle3Tensors
-from engine.settings import EngineSettings
+from engine.settings import MAX_DRAFT_TOKENS, EngineSettings
 from engine.speculative.named_head import open_named_head
 from kernels.registry import Registry
 from models.config import ModelConfig
@@ -75,8 +75,8 @@ class DeviceDraftHead:
         head = DeviceEagle3Head(self._folder.config, self._weights, self._format, registry, cache, max_drafting, device)
         # Sequences that are about to end are there beside those that run.
         reads = HeadState(
-            len(aux), state.max_rows, max_drafting, min(settings.draft_tokens, MAX_PLACES), 2 * settings.max_num_seqs,
-            num_blocks, self._folder.config.hidden_size, rows_type, device,
+            len(aux), state.max_rows, max_drafting, min(settings.draft_tokens, MAX_DRAFT_TOKENS),
+            2 * settings.max_num_seqs, num_blocks, self._folder.config.hidden_size, rows_type, device,
         )  # fmt: skip
         return HeadPass(head, state, reads, aux)
 

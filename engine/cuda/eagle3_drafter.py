@@ -9,11 +9,10 @@ import numpy as np
 from engine.cuda.inputs.head_inputs import HeadBatch, HeadDrafts, HeadReads, HeadState, places
 from engine.scheduler.batch import ScheduledChunk
 from engine.sequence import Sequence
+from engine.settings import MAX_DRAFT_TOKENS
 from engine.speculative.draft_presence import DraftPresence
 from engine.speculative.proposer import NO_DRAFT, UNKNOWN, Draft
 
-MAX_PLACES = 16
-"""The longest draft."""
 _STRENGTH = 1
 
 
@@ -79,7 +78,9 @@ class DeviceEagle3Drafter:
 
     def propose(self, sequences: SequenceOf[Sequence], num_tokens: SequenceOf[int]) -> list[Draft]:
         return [
-            Draft((UNKNOWN,) * min(count, MAX_PLACES), _STRENGTH) if count > 0 and self._can_go_on(each) else NO_DRAFT
+            Draft((UNKNOWN,) * min(count, MAX_DRAFT_TOKENS), _STRENGTH)
+            if count > 0 and self._can_go_on(each)
+            else NO_DRAFT
             for each, count in zip(sequences, num_tokens, strict=True)
         ]
 

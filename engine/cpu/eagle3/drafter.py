@@ -14,16 +14,14 @@ from engine.cpu.eagle3.head_rows import Eagle3Head, HeadRows
 from engine.cpu.eagle3.unread_rows import BlockState, UnreadRows, newest_of_blocks
 from engine.scheduler.batch import ScheduledChunk
 from engine.sequence import Sequence
+from engine.settings import MAX_DRAFT_TOKENS
 from engine.speculative.draft_presence import DraftPresence
 from engine.speculative.proposer import NO_DRAFT, Draft
-
-MAX_TOKENS = 16
-"""The longest draft."""
 
 
 def spare_blocks(block_size: int) -> int:
     """Return how many blocks the longest draft may need behind that of its sequence's newest token."""
-    return -(-(MAX_TOKENS - 1) // block_size)
+    return -(-(MAX_DRAFT_TOKENS - 1) // block_size)
 
 
 class Eagle3Drafter:
@@ -80,7 +78,7 @@ class Eagle3Drafter:
             return [NO_DRAFT] * len(sequences)
         self._fuse(texts.values())
         starts = [self._slots(text) for text in texts.values()]
-        drafts = self._draft(starts, np.minimum([num_tokens[place] for place in texts], MAX_TOKENS))
+        drafts = self._draft(starts, np.minimum([num_tokens[place] for place in texts], MAX_DRAFT_TOKENS))
         for text in texts.values():
             self._advance(text)
         found = dict(zip(texts, drafts, strict=True))

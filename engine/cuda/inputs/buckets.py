@@ -26,8 +26,8 @@ def chunk_buckets(max_rows: int) -> tuple[int, ...]:
 
 
 def place_buckets(longest: int) -> tuple[int, ...]:
-    """Return the numbers of tokens that a head drafts at once: each up to 4, then by halves."""
-    return (*[size for size in (1, 2, 3, 4, 6, 8, 12, 16) if size < longest], longest)
+    """Return the numbers of tokens that drafts are padded to: each up to 4, then two to a doubling."""
+    return (*[size for size in (1, 2, 3, 4, 6, 8, 12) if size < longest], longest)
 
 
 def context_buckets(max_model_len: int) -> tuple[int, ...]:
