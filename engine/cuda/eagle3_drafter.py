@@ -14,6 +14,7 @@ from engine.speculative.draft_presence import DraftPresence
 from engine.speculative.proposer import NO_DRAFT, UNKNOWN, Draft
 
 _STRENGTH = 1
+"""The strength of each draft: its tokens are unknown as it is proposed, and so is how good they are."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +57,9 @@ class DeviceEagle3Drafter:
 
     def __init__(self, state: HeadState, block_size: int) -> None:
         self._max_rows, self._num_blocks, self._size = state.max_rows, state.num_blocks, block_size
-        self._max_drafting, self._max_places = state.max_drafting, state.max_places
+        self._max_drafting, self._num_kept = state.max_drafting, state.num_kept
         self._presence = DraftPresence(np.zeros(state.num_blocks, np.int32), block_size)
-        self._free = list(range(state.num_kept))
+        self._free = list(range(self._num_kept))
         self._places: dict[Sequence, int] = {}
         self._kept: dict[Sequence, int] = {}
         self._last: dict[Sequence, _Rows] = {}
@@ -106,10 +107,10 @@ class DeviceEagle3Drafter:
             row += piece.num_rows
         self._last = last
         moves = [(sources[sequence], place) for sequence, (_, place) in kept.items()]
-        return HeadBatch(places(moves), places(loaded), _joined(reads), self._drafts(pieces, sources))
+        return HeadBatch(places(moves), places(loaded), _join_reads(reads), self._drafts(pieces, sources))
 
-    def lost(self) -> None:
-        """Nobody knows what the device has read of the last batch, and which features it has kept before."""
+    def forget_batch(self) -> None:
+        """Note that nobody knows what was read of the last batch, and which features were kept before."""
         self._kept.clear()
         self._last = {}
 
@@ -192,37 +193,51 @@ class DeviceEagle3Drafter:
         return HeadReads(sources, slots, np.maximum(tokens - 1, 0).astype(np.int32), ends)
 
     def _drafts(self, pieces: SequenceOf[ScheduledChunk], sources: dict[Sequence, int]) -> HeadDrafts | None:
-        rows = np.cumsum([0, *(piece.num_rows for piece in pieces)])
-        asked = [(int(row), piece) for row, piece in zip(rows, pieces, strict=False) if piece.draft.is_unknown]
+        """Return what is drafted for a batch; `sources`: the rows of the last one whose features are kept."""
+        firsts = np.cumsum([0, *(piece.num_rows for piece in pieces)])
+        asked = [index for index, piece in enumerate(pieces) if piece.draft.is_unknown]
         if not asked:
             return None
-        lengths = np.array([len(piece.draft) for _, piece in asked])
-        newest = np.array([piece.first_token for _, piece in asked])
-        each, place = np.arange(len(asked)), np.arange(lengths.max())[:, None]
+        rows, asking = firsts[asked].astype(np.int32), [pieces[index] for index in asked]
+        lengths = np.array([len(piece.draft) for piece in asking])
+        newest = np.array([piece.first_token for piece in asking])
+        place = np.arange(lengths.max())[:, None]
         tokens = newest + np.minimum(place, lengths - 1)
-        columns = zip(asked, tokens.T // self._size, strict=True)
-        blocks = np.array([np.frombuffer(piece.sequence.blocks, np.int32)[column] for (_, piece), column in columns]).T
-        found = np.zeros(asked[-1][0] + asked[-1][1].num_rows, np.int32)
-        for (row, _), owner, length in zip(asked, each, lengths, strict=True):
-            found[row + 1 : row + 1 + length] = np.arange(length) * self._max_drafting + owner
+        slots = _blocks_at(asking, tokens // self._size) * self._size + tokens % self._size
         return HeadDrafts(
-            rows=np.array([row for row, _ in asked], np.int32),
-            before=np.array([self._source(piece.sequence, sources) for _, piece in asked], np.int32),
-            starts=np.array([self._start(piece) for _, piece in asked], np.int32),
-            slots=np.where(place < lengths, blocks.astype(np.int64) * self._size + tokens % self._size, -1),
+            rows=rows,
+            before=np.array([self._source(piece.sequence, sources) for piece in asking], np.int32),
+            starts=np.array([self._start(piece) for piece in asking], np.int32),
+            slots=np.where(place < lengths, slots, -1),
             positions=(tokens - 1).astype(np.int32),
-            sources=found,
+            sources=_draft_sources(rows, lengths, self._max_drafting),
         )
 
     def _source(self, sequence: Sequence, sources: dict[Sequence, int]) -> int:
-        """Return where the feature is as the step begins."""
-        return sources.get(sequence, self._max_rows + self._places.get(sequence, len(self._places)))
+        """Return where the feature is as the step begins: of a sequence without one, the place that pads."""
+        return sources.get(sequence, self._max_rows + self._places.get(sequence, self._num_kept))
 
     def _start(self, piece: ScheduledChunk) -> int:
         return self._run_start(piece.sequence, piece.first_token) + 1
 
 
-def _joined(reads: SequenceOf[HeadReads]) -> HeadReads:
+def _blocks_at(pieces: SequenceOf[ScheduledChunk], columns: np.ndarray) -> np.ndarray:
+    """Return the blocks of pieces in these columns of their sequences' tables; both are `[k, pieces]`."""
+    blocks = [
+        np.frombuffer(piece.sequence.blocks, np.int32)[column] for piece, column in zip(pieces, columns.T, strict=True)
+    ]
+    return np.array(blocks, np.int64).T
+
+
+def _draft_sources(rows: np.ndarray, lengths: np.ndarray, width: int) -> np.ndarray:
+    """Return HeadDrafts.sources, of newest tokens in these rows and `width` drafts to a place."""
+    sources = np.zeros(rows[-1] + 1 + lengths[-1], np.int32)
+    for owner, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+        sources[row + 1 : row + 1 + length] = np.arange(length) * width + owner
+    return sources
+
+
+def _join_reads(reads: SequenceOf[HeadReads]) -> HeadReads:
     return HeadReads(
         before=np.concatenate([each.before for each in reads]),
         slots=np.concatenate([each.slots for each in reads]),

@@ -203,7 +203,7 @@ class DeviceRunner:
             self._tables = (0, [])  # nobody knows whether the device has those of this batch
             self._told_of = []  # nor whose parameters it has
             if self._drafter is not None:
-                self._drafter.lost()
+                self._drafter.forget_batch()
             if self._last is not None:  # nor whether it has drawn over the tokens that this batch goes on from
                 self._last.put_back(self.launcher.state.sampled)
             raise

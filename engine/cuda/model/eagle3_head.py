@@ -10,7 +10,6 @@ Shapes: T rows, H hidden size, D head size.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +23,7 @@ from engine.cuda.model.linear import (
     QuantizedLinear,
     RowBuffer,
     Scaled,
-    SplitKPartials,
+    finishing_arguments,
     parts_numel,
     rounding,
     unrounded,
@@ -147,7 +146,8 @@ class DeviceEagle3Head:
         gate_up, middle = self._gate_up[:count], self._middle.of(weights.down, count)
         product = self._products.unfinished(weights.gate_up, x, gate_up, adds=False)
         silu = SiluSpec(middle.rows.shape[1], rounding(weights.down, count), product.deferred)
-        self._get("silu_mul_quant", silu)(gate_up, middle.rows, middle.scale, **_left(weights.gate_up, x, product))
+        left = finishing_arguments(weights.gate_up, x, product)
+        self._get("silu_mul_quant", silu)(gate_up, middle.rows, middle.scale, **left)
         end = self._end.of(weights.head, count)
         self._add_norm(weights.down, middle, residual, weights.final_gain, end, rounding(weights.head, count))
         features = self._normed(residual) if self.config.norm_output else residual
@@ -225,8 +225,9 @@ class DeviceEagle3Head:
         product = self._products.unfinished(matrix, x, self._sum[: len(residual)])
         spec = NormSpec(self.config.hidden_size, quant, product.parts, product.deferred, biased=matrix.bias is not None)
         self._get("add_rmsnorm_quant", spec)(
-            product.out, residual, gain, self.config.norm_eps, out.rows, out.scale, **_left(matrix, x, product)
-        )
+            product.out, residual, gain, self.config.norm_eps, out.rows, out.scale,
+            **finishing_arguments(matrix, x, product),
+        )  # fmt: skip
 
     def _rounded(self, rows: Tensor, matrix: Matrix, room: RowBuffer) -> Scaled:
         """Return plain rows as a product with this matrix reads them."""
@@ -272,14 +273,6 @@ class DeviceEagle3Head:
         self._found = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._scratch = torch.zeros(_ARGMAX_NBYTES, dtype=torch.uint8, device=device)
         self._workspace = decode_workspace(config, max_rows, device)
-
-
-def _left(matrix: Matrix, x: Scaled, product: SplitKPartials) -> dict[str, Any]:
-    """Return what is left to whoever reads a product: its bias, and its scales if it is deferred."""
-    bias = {} if matrix.bias is None else {"bias": matrix.bias}
-    if not product.deferred or matrix.scale is None:
-        return bias
-    return bias | {"token_scale": x.scale, "channel_scale": matrix.scale}
 
 
 def load_device_head(

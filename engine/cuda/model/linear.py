@@ -42,6 +42,14 @@ class SplitKPartials:
     deferred: bool = False
 
 
+def finishing_arguments(matrix: Matrix, x: Scaled, product: SplitKPartials) -> dict[str, Tensor]:
+    """Return what is left to whoever reads a product: its bias, and its scales if it is deferred."""
+    bias = {} if matrix.bias is None else {"bias": matrix.bias}
+    if not product.deferred or matrix.scale is None:
+        return bias
+    return bias | {"token_scale": x.scale, "channel_scale": matrix.scale}
+
+
 def rounding(matrix: Matrix, count: int) -> Quant:
     """How so many rows are left for a product with this matrix.
 

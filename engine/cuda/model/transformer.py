@@ -18,7 +18,15 @@ from torch import Tensor
 from engine.backend import Written, ignore_progress
 from engine.cuda.kv.kv_cache import DeviceCache, LayerCache
 from engine.cuda.model.forward_inputs import Advance, Attend, QueryRows, Rows
-from engine.cuda.model.linear import QuantizedLinear, RowBuffer, Scaled, SplitKPartials, rounding, unrounded
+from engine.cuda.model.linear import (
+    QuantizedLinear,
+    RowBuffer,
+    Scaled,
+    SplitKPartials,
+    finishing_arguments,
+    rounding,
+    unrounded,
+)
 from engine.cuda.model.matrices import Matrix
 from engine.cuda.model.moe import DeviceMoE, ExpertWeights
 from engine.cuda.model.number_formats import E4M3, DeviceFormat
@@ -291,7 +299,7 @@ class Transformer:
             product.out, turns.positions, rows.slots, self._weights.cos_sin, asked.of_prompts, cache.keys, cache.values,
             k_scale=cache.k_scale, v_scale=cache.v_scale, k_offset=cache.k_offset,
             q_gain=layer.q_gain, k_gain=layer.k_gain, eps=config.norm_eps, q_plain=asked.plain,
-            num_plain=num_plain, **_left(layer.qkv, x, product),
+            num_plain=num_plain, **finishing_arguments(layer.qkv, x, product),
         )  # fmt: skip
         if turns.scales is not None:
             asked.plain.mul_(turns.scales[:, None, None])
@@ -351,14 +359,15 @@ class Transformer:
         """Writes `gate_up` `[T, 2I]` and `middle` `[T, I]`."""
         product = self._products.unfinished(mlp.gate_up, x, gate_up, adds=False)
         spec = SiluSpec(middle.rows.shape[1], rounding(mlp.down, len(gate_up)), product.deferred)
-        self._get("silu_mul_quant", spec)(gate_up, middle.rows, middle.scale, **_left(mlp.gate_up, x, product))
+        left = finishing_arguments(mlp.gate_up, x, product)
+        self._get("silu_mul_quant", spec)(gate_up, middle.rows, middle.scale, **left)
 
     def _add_norm(self, matrix: Matrix, x: Scaled, residual: Tensor, gain: Tensor, out: Scaled, quant: Quant) -> None:
         """residual += x @ matrix; out = its norm."""
         product, config = self._summed(matrix, x, self._sum[: len(residual)]), self._config
         spec = NormSpec(config.hidden_size, quant, product.parts, product.deferred, biased=matrix.bias is not None)
         self._get("add_rmsnorm_quant", spec)(
-            product.out, residual, gain, config.norm_eps, out.rows, out.scale, **_left(matrix, x, product)
+            product.out, residual, gain, config.norm_eps, out.rows, out.scale, **finishing_arguments(matrix, x, product)
         )
 
     def _summed(self, matrix: Matrix, x: Scaled, total: Tensor) -> SplitKPartials:
@@ -368,11 +377,3 @@ class Transformer:
         self._products(matrix, x, total)
         self._group.add(total)
         return SplitKPartials(total)
-
-
-def _left(matrix: Matrix, x: Scaled, product: SplitKPartials) -> dict[str, Tensor]:
-    """What is left to whoever reads a product: its bias, and its scales if it is deferred."""
-    bias = {} if matrix.bias is None else {"bias": matrix.bias}
-    if not product.deferred or matrix.scale is None:
-        return bias
-    return bias | {"token_scale": x.scale, "channel_scale": matrix.scale}
