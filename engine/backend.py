@@ -177,7 +177,7 @@ def ignore_leaving(sequence: Sequence) -> None:
 class Drafter(Proposer, Protocol):
     """A proposer that computes on the device what it drafts, from rows of the target."""
 
-    def emptied(self, blocks: SequenceOf[BlockId]) -> None:
+    def forget_blocks(self, blocks: SequenceOf[BlockId]) -> None:
         """Take note that what the drafter keeps of these blocks is of other tokens from now on."""
         ...
 

@@ -76,7 +76,7 @@ class Engine:
         drafting = None if head_name(settings.speculate) is None else backend.drafting
         self.runner, self.sampler = backend.runner if drafting is None else drafting.runner, sampler
         self._cache, self._close = cache, backend.close
-        emptied = ignore_emptied if drafting is None else drafting.drafter.emptied
+        emptied = ignore_emptied if drafting is None else drafting.drafter.forget_blocks
         self.pool = pool = BlockPool(cache.num_blocks, cache.layout.block_size, settings.prefix_cache, emptied)
         self._prefix_cache = prefix_cache = PrefixInserter(pool, backend.caches_decoded_kv)
         limits = SchedulerLimits(

@@ -54,7 +54,7 @@ class RequestRelease:
         self._blocks.release(sequence.blocks)
         self._grammars.forget(sequence)
         if self._speculator is not None:
-            self._speculator.ended(sequence)
+            self._speculator.end_sequence(sequence)
 
     def fail(self, sequence: Sequence, message: str, code: str = TandemError.code) -> EngineFailure:
         """Release the request and return what is to be told of it."""

@@ -52,7 +52,7 @@ class RandomProposer:
     def propose(self, sequences: Sequence[EngineSequence], num_tokens: Sequence[int]) -> list[Draft]:
         return [next(self._drafts).first(min(self.length, number)) for number in num_tokens]
 
-    def ended(self, sequence: EngineSequence) -> None:
+    def end_sequence(self, sequence: EngineSequence) -> None:
         """Nothing was kept of it."""
 
 

@@ -132,7 +132,7 @@ def drafting_rows(drafting: Drafting) -> list[ResultRow]:
     """Return the seconds that a head takes for drafts of one answer, by their length."""
     rows = []
     chunk = _drafted(DRAFT_CONTEXT, 0)
-    drafting.drafter.emptied([BlockId(block) for block in chunk.sequence.blocks])
+    drafting.drafter.forget_blocks([BlockId(block) for block in chunk.sequence.blocks])
     drafting.runner.forward([ScheduledChunk(chunk.sequence, 0, DRAFT_CONTEXT - 1)])
     for length in LENGTHS:
         seconds = []

@@ -65,13 +65,13 @@ class DeviceEagle3Drafter:
         self._last: dict[Sequence, _Rows] = {}
         self._runs: dict[Sequence, _Run] = {}
 
-    def emptied(self, blocks: SequenceOf[int]) -> None:
+    def forget_blocks(self, blocks: SequenceOf[int]) -> None:
         self._presence.forget(blocks)
 
     def settle(self, sequence: Sequence) -> None:
         """Nothing of the head leaves this device."""
 
-    def ended(self, sequence: Sequence) -> None:
+    def end_sequence(self, sequence: Sequence) -> None:
         for known in (self._last, self._kept, self._runs):
             known.pop(sequence, None)
         if sequence in self._places:

@@ -24,7 +24,7 @@ class NgramProposer:
     def propose(self, sequences: SequenceOf[Sequence], num_tokens: SequenceOf[int]) -> list[Draft]:
         return [_lookup(sequence, count) for sequence, count in zip(sequences, num_tokens, strict=True)]
 
-    def ended(self, sequence: Sequence) -> None:
+    def end_sequence(self, sequence: Sequence) -> None:
         """Nothing was kept of it."""
 
 

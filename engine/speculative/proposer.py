@@ -77,6 +77,6 @@ class Proposer(Protocol):
         """
         ...
 
-    def ended(self, sequence: Sequence) -> None:
+    def end_sequence(self, sequence: Sequence) -> None:
         """Take note that nothing follows the sequence, whose text may help others of its cache salt."""
         ...

@@ -154,9 +154,9 @@ class Speculator:
         num_right = sum(sum(each[:length]) for each, length in zip(chances, lengths, strict=True))
         return (num_rows + num_right) / step_s(num_rows + sum(lengths)) * ahead_s / num_rows
 
-    def ended(self, sequence: Sequence) -> None:
+    def end_sequence(self, sequence: Sequence) -> None:
         """Take note that nothing follows the sequence."""
-        self._proposer.ended(sequence)
+        self._proposer.end_sequence(sequence)
 
     def _limit(self, sequence: Sequence) -> int:
         """Return how many tokens may be drafted.

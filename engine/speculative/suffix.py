@@ -38,7 +38,7 @@ class SuffixProposer:
     def propose(self, sequences: SequenceOf[Sequence], num_tokens: SequenceOf[int]) -> list[Draft]:
         return [self._guess(sequence, count) for sequence, count in zip(sequences, num_tokens, strict=True)]
 
-    def ended(self, sequence: Sequence) -> None:
+    def end_sequence(self, sequence: Sequence) -> None:
         """Keep the answer: a break before it, since it does not follow the one before."""
         salt, answer = sequence.cache_salt, np.array(sequence.tokens[sequence.answer_start :], np.int32)
         if len(answer) < MIN_LENGTH + 1:

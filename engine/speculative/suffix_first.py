@@ -30,6 +30,6 @@ class SuffixFirstProposer:
                 drafts[place] = draft
         return drafts
 
-    def ended(self, sequence: Sequence) -> None:
-        self._suffix.ended(sequence)
-        self._head.ended(sequence)
+    def end_sequence(self, sequence: Sequence) -> None:
+        self._suffix.end_sequence(sequence)
+        self._head.end_sequence(sequence)

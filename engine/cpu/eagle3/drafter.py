@@ -40,7 +40,7 @@ class Eagle3Drafter:
         self._generations = np.zeros(cache.num_blocks, np.int64)
         self._unread: WeakKeyDictionary[Sequence, UnreadRows] = WeakKeyDictionary()
 
-    def emptied(self, blocks: SequenceOf[int]) -> None:
+    def forget_blocks(self, blocks: SequenceOf[int]) -> None:
         self._presence.forget(blocks)
         self._generations[np.asarray(blocks, np.int64)] += 1
 
@@ -50,7 +50,7 @@ class Eagle3Drafter:
             unread.cut(end)
             self._write([_Text(sequence, end)])
 
-    def ended(self, sequence: Sequence) -> None:
+    def end_sequence(self, sequence: Sequence) -> None:
         self._unread.pop(sequence, None)
 
     def read(self, pieces: SequenceOf[ScheduledChunk], aux_MA: torch.Tensor) -> None:

@@ -37,7 +37,7 @@ class KnowingProposer:
     def propose(self, sequences: SequenceOf[Sequence], num_tokens: SequenceOf[int]) -> list[Draft]:
         return [self._draft(sequence, count) for sequence, count in zip(sequences, num_tokens, strict=True)]
 
-    def ended(self, sequence: Sequence) -> None:
+    def end_sequence(self, sequence: Sequence) -> None:
         """Everything was known before."""
 
     def _draft(self, sequence: Sequence, num_tokens: int) -> Draft:

@@ -25,8 +25,8 @@ class Judged(Proposer):
             self.drafts[tuple(sequence.tokens)] = draft.token_ids
         return drafts if self._verified is None else self._verified.propose(sequences, num_tokens)
 
-    def ended(self, sequence: Sequence) -> None:
-        self._drafter.ended(sequence)
+    def end_sequence(self, sequence: Sequence) -> None:
+        self._drafter.end_sequence(sequence)
 
 
 def judge(engine: Engine, prompts: list[list[int]], expected: list[list[int]]) -> Judged:

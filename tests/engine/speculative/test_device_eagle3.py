@@ -60,8 +60,8 @@ class TakingTurns:
         self._turn += 1
         return (self._head if self._turn % 2 else self._known).propose(sequences, num_tokens)
 
-    def ended(self, sequence: Sequence) -> None:
-        self._head.ended(sequence)
+    def end_sequence(self, sequence: Sequence) -> None:
+        self._head.end_sequence(sequence)
 
 
 def note_drafts(engine: Engine, prompts: list[list[int]], expected: list[list[int]]) -> dict[tuple[int, ...], Draft]:

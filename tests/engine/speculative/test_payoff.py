@@ -33,7 +33,7 @@ class LikelyProposer:
         self.was_asked = True
         return [self._draft(count) for count in num_tokens]
 
-    def ended(self, sequence: Sequence) -> None:
+    def end_sequence(self, sequence: Sequence) -> None:
         """Nothing is kept."""
 
     def _draft(self, count: int) -> Draft:

@@ -63,7 +63,7 @@ def test_suffix_prefers_a_long_ending_that_is_certain():
 
 def test_suffix_remembers_answers_of_the_same_salt_alone():
     proposer = SuffixProposer()
-    proposer.ended(sequence_of([1, 2, 3, 4, 5], 1, cache_salt="a"))
+    proposer.end_sequence(sequence_of([1, 2, 3, 4, 5], 1, cache_salt="a"))
     assert guess(proposer, [9, 2, 3], 2, cache_salt="a").token_ids == (4, 5)
     assert guess(proposer, [9, 2, 3], 2, cache_salt="b").token_ids == ()
     assert guess(proposer, [9, 8, 2, 3], 3, cache_salt="a").token_ids == (4, 5), "nothing is known behind its end"
@@ -72,14 +72,14 @@ def test_suffix_remembers_answers_of_the_same_salt_alone():
 def test_suffix_draws_no_line_from_one_answer_to_the_next():
     proposer = SuffixProposer()
     for answer in ([2, 3, 4], [5, 6, 7]):
-        proposer.ended(sequence_of([1, *answer], 1))
+        proposer.end_sequence(sequence_of([1, *answer], 1))
     assert guess(proposer, [9, 3, 4], 3).token_ids == ()
 
 
 def test_suffix_keeps_a_bounded_text():
     proposer = SuffixProposer()
     for first in range(0, 3 * MAX_EARLIER_TOKENS, 1000):
-        proposer.ended(sequence_of(list(range(first, first + 1000)), 0))
+        proposer.end_sequence(sequence_of(list(range(first, first + 1000)), 0))
     last = 3 * MAX_EARLIER_TOKENS // 1000 * 1000
     assert guess(proposer, [last + 1, last + 2], 1).token_ids == (last + 3,)
     assert guess(proposer, [1, 2], 1).token_ids == ()
@@ -89,7 +89,7 @@ def test_suffix_keeps_a_bounded_text():
 def test_every_guess_of_suffix_occurred_behind_such_an_ending(tokens, earlier, count):
     proposer = SuffixProposer()
     for text in earlier:
-        proposer.ended(sequence_of(text, 0))
+        proposer.end_sequence(sequence_of(text, 0))
     found = guess(proposer, tokens, count)
     assert len(found) <= count and len(found.likelihoods) == len(found)
     if found:
@@ -111,7 +111,7 @@ class HeadOfNines(Proposer):
         self.num_asked += len(sequences)
         return [Draft((9,) * count, 1) for count in num_tokens]
 
-    def ended(self, sequence) -> None:
+    def end_sequence(self, sequence) -> None:
         """It keeps nothing."""
 
 
