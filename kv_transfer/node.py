@@ -268,10 +268,14 @@ class TransferNode:
             link.grants.end((message.request_id, message.epoch))
             link.send(message)
 
-    def commit(self, peer_id: WorkerId, message: Commit) -> None:
-        """End an attempt all of whose chunks have arrived, without Drained."""
-        if link := self._table.incoming(peer_id):
-            link.commit(message)
+    def commit(self, peer_id: WorkerId, message: Commit) -> bool:
+        """End an attempt all of whose chunks have arrived.
+
+        Returns whether nothing writes to its pages any more. A peer that sends more than it said may still: then
+        Drained follows, or PeerDisconnected if the link is lost.
+        """
+        link = self._table.incoming(peer_id)
+        return link is not None and link.commit(message)
 
     # Both sides.
 

@@ -338,9 +338,10 @@ class FakeNode:
     def refuse(self, peer_id: WorkerId, message: Refuse) -> None:
         self._network.send(self.me, peer_id, message)
 
-    def commit(self, peer_id: WorkerId, message: Commit) -> None:
+    def commit(self, peer_id: WorkerId, message: Commit) -> bool:
         self._grants.pop((message.request_id, message.epoch), None)
         self._network.send(self.me, peer_id, message)
+        return True
 
     def arrive(self, source: WorkerId, message: object) -> None:
         if isinstance(message, ChunkHeader):

@@ -150,9 +150,10 @@ class StampedNode(TransferNode):
         super().finish(peer_id, fin)
         self.stamps.put("fin", fin.request_id)
 
-    def commit(self, peer_id: WorkerId, message: Commit) -> None:
-        super().commit(peer_id, message)
+    def commit(self, peer_id: WorkerId, message: Commit) -> bool:
+        is_drained = super().commit(peer_id, message)
         self.stamps.put("adopted", message.request_id)
+        return is_drained
 
     def _adopt(self, link: IncomingLink) -> None:
         send = link.send

@@ -81,16 +81,17 @@ class IncomingLink(Link):
                 self._channel.expect(self._is_alone)
             self.send(grant)
 
-    def commit(self, message: Commit) -> None:
-        """End the attempt, which the owner has taken over.
+    def commit(self, message: Commit) -> bool:
+        """End the attempt, which the owner has taken over; see node.TransferNode.
 
         Commit is sent if it was not when token 0 and the last chunk had arrived.
         """
         key = message.request_id, message.epoch
         is_sent = self.grants.is_committed(key)
-        self.grants.end(key)
+        is_drained = self.grants.end(key)
         if not is_sent:
             self.send(message)
+        return is_drained
 
     def _agree_and_serve(self, wire: HandshakeSocket, attached: Callable[[bytes], socket.socket]) -> None:
         ours, find = self.parts.terms, self.parts.transports.find

@@ -288,6 +288,24 @@ def test_a_destination_that_can_not_take_over_what_came_leaves_the_answer_at_its
     pair.until(pair.is_clean)
 
 
+def test_pages_that_a_source_writes_to_behind_its_fin_are_held(pair: Movers, expected: dict[str, list[Token]]):
+    """It sends more than it said: that is being written as the destination takes over."""
+    a, b = pair.workers
+    job, key = pair.begin("drawn", a), (RequestId("drawn"), Epoch(2))
+    pair.until(lambda: pair.has("drawn", 20))
+    pair.move(job, a, b)
+    pair.until(lambda: (found := b.node._table.incoming(a.ref.worker_id)) and found.grants.find(key))
+    link = b.node._table.incoming(a.ref.worker_id)
+    assert link is not None and link.grants.enter(key)
+    pair.until(lambda: pair.is_over("drawn"))
+    assert is_same(pair.tokens("drawn"), expected["drawn"])
+    assert b.engine.pool.num_held > 0 == a.engine.pool.num_held
+    assert link.grants.leave(key)
+    link._on_drained(key)
+    pair.until(pair.is_clean)
+    assert b.engine.pool.num_held == 0
+
+
 def test_a_destination_goes_on_alone_with_what_it_has_taken_over(pair: Movers, expected: dict[str, list[Token]]):
     """Its source is lost before Moved is told: the tokens that the destination repeats are all that is needed."""
     a, b = pair.workers

@@ -4,11 +4,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import pytest
 
 from contracts.errors import Overloaded
 from contracts.events import Failed, Finished, Prefilled, Tokens
-from contracts.handoff import Grant
+from contracts.handoff import Grant, Offer
 from contracts.ids import Epoch, RequestId
 from contracts.layout import KVGroup
 from contracts.node import WorkerRole
@@ -16,10 +17,12 @@ from contracts.request import Cancel, Job, Route
 from contracts.sampling import SamplingParams
 from engine.cache.load_plan import MAX_DELAY_SHARE
 from engine.sequence import Status
+from kv_transfer.events import MessageReceived
 from tests.e2e.tiny import save_tiny
 from tests.path.cores import DEADLINE_S, GATEWAY, Worker
 from tests.waiting import until
 from worker.core.peer_prefixes import PeerPrefixes
+from worker.core.prefix_puller import PrefixPuller, Pull
 from worker.core.role_handler import AttemptId, attempt_key
 from worker.messages import CoreFrame, Work
 
@@ -225,6 +228,117 @@ def test_a_cancel_in_the_middle_leaves_nothing(pool: Pool) -> None:
     pool.turn()
     pool.ask(pool.job(NEXT, pool.workers[WorkerRole.MIXED], pool.workers[WorkerRole.MIXED]))
     assert not is_computing(pool) and len(prefill.ledger) == 0
+    pool.assert_clean()
+
+
+def granted(pool: Pool, job: Job) -> tuple[PrefixPuller, Pull]:
+    """Ask until the pull of a job has its pages, and return it: what is sent for it has not been looked at yet."""
+    pool.tokens_per_s = SLOW / 100  # however busy the machine is, it does not fall behind
+    pool.ask(job, until=lambda: pool.workers[WorkerRole.PREFILL].engine.sequences.count(Status.RESERVED))
+    puller = pool.prefixes[WorkerRole.PREFILL]._puller
+    (pull,) = puller._open.values()
+    return puller, pull
+
+
+def hear(pool: Pool, puller: PrefixPuller, offer: Offer) -> None:
+    event = MessageReceived(pool.workers[WorkerRole.MIXED].ref.worker_id, offer)
+    assert puller.takes(event, time.monotonic())
+
+
+def finish(pool: Pool) -> list[int]:
+    """Return the tokens of the answer under way."""
+    tokens, is_over, deadline = list[int](), False, time.monotonic() + DEADLINE_S
+    while not is_over:
+        assert time.monotonic() < deadline
+        for event in pool.turn():
+            tokens += [token.token_id for token in event.tokens] if isinstance(event, Tokens) else []
+            is_over = is_over or isinstance(event, Finished)
+    return tokens
+
+
+def test_pages_that_a_peer_writes_to_behind_its_last_chunk_are_held(
+    pool: Pool, expected: Callable[[list[int]], list[int]]
+) -> None:
+    """It sends more than it said: that is being written as the pull is committed."""
+    prompt = first_turn(pool)
+    prefill, mixed = pool.workers[WorkerRole.PREFILL], pool.workers[WorkerRole.MIXED]
+    _, pull = granted(pool, second_turn(pool, prompt))
+    link = prefill.node._table.incoming(mixed.ref.worker_id)
+    assert link is not None and pull.reservation is not None and link.grants.enter(pull.id)
+    assert finish(pool) == expected(prompt)
+    assert pool.counters()["kv_peer_load_seconds"] > 0 == pool.counters()["kv_peer_loads"]
+    assert prefill.engine.pool.num_held == len(pull.reservation.blocks)
+    assert link.grants.leave(pull.id)
+    link._on_drained(pull.id)
+    until(lambda: pool.turn() is not None and pool.is_idle())
+    assert pool.counters()["kv_peer_loads"] == 1
+    pool.assert_clean()
+
+
+@pytest.mark.parametrize("num_more", [BLOCK, 0, -1, -BLOCK])
+def test_a_second_offer_of_other_than_fewer_blocks_that_tiers_had_ends_a_pull(
+    pool: Pool, num_more: int, expected: Callable[[list[int]], list[int]]
+) -> None:
+    """All of the first one was ready: nothing of it may be missing."""
+    prompt = first_turn(pool)
+    puller, pull = granted(pool, second_turn(pool, prompt))
+    assert pull.offer is not None
+    hear(pool, puller, msgspec.structs.replace(pull.offer, num_tokens=pull.offer.num_tokens + num_more))
+    assert pool.counters()["kv_peer_failed"] == 1
+    assert finish(pool) == expected(prompt)
+    until(lambda: pool.turn() is not None and pool.is_idle())
+    pool.assert_clean()
+
+
+def test_a_second_offer_of_fewer_blocks_ends_a_pull_with_what_came(
+    pool: Pool, expected: Callable[[list[int]], list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of its first chunk, which was all that was ready."""
+    prompt = first_turn(pool)
+    server, mixed = pool.prefixes[WorkerRole.MIXED]._server, pool.workers[WorkerRole.MIXED]
+    offer_of, send, num_sent = server._offer_of, mixed.node.send_chunk, 8 * BLOCK
+    monkeypatch.setattr(
+        server, "_offer_of", lambda *facts: msgspec.structs.replace(offer_of(*facts), num_ready=num_sent)
+    )
+    monkeypatch.setattr(
+        mixed.node,
+        "send_chunk",
+        lambda *facts, **named: facts[3] or send(*facts, **named),  # that of index 0
+    )
+    puller, pull = granted(pool, second_turn(pool, prompt))
+    assert pull.offer is not None
+    hear(pool, puller, msgspec.structs.replace(pull.offer, num_tokens=num_sent))
+    assert finish(pool) == expected(prompt)
+    until(lambda: pool.turn() is not None and pool.is_idle())
+    assert pool.counters()["kv_peer_failed"] == 0 and pool.counters()["kv_peer_hit_blocks"] == 8
+    pool.assert_clean()
+
+
+@pytest.mark.parametrize("num_ready", [-BLOCK, 5, 4096])
+def test_an_offer_of_which_nonsense_is_ready_is_refused(
+    pool: Pool, num_ready: int, expected: Callable[[list[int]], list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = first_turn(pool)
+    server = pool.prefixes[WorkerRole.MIXED]._server
+    offer_of = server._offer_of
+    monkeypatch.setattr(
+        server, "_offer_of", lambda *facts: msgspec.structs.replace(offer_of(*facts), num_ready=num_ready)
+    )
+    answer = pool.ask(second_turn(pool, prompt))
+    assert (answer.tokens, answer.cached, pool.counters()["kv_peer_failed"]) == (expected(prompt), 0, 1)
+    pool.assert_clean()
+
+
+def test_an_offer_that_is_late_for_a_pull_that_was_given_up_is_refused(pool: Pool) -> None:
+    prompt = first_turn(pool)
+    job = second_turn(pool, prompt)
+    puller, pull = granted(pool, job)
+    assert pull.offer is not None
+    for worker in pool.workers.values():
+        worker.front.inbox.append(Work([Cancel(job.request_id, job.epoch, "the client left")], time.monotonic()))
+    until(lambda: pool.turn() is not None and pool.is_idle())
+    hear(pool, puller, pull.offer)
+    assert pool.prefixes[WorkerRole.PREFILL].is_idle()
     pool.assert_clean()
 
 

@@ -226,10 +226,11 @@ class PrefixPuller:
         """Grant pages for what the peer has, if there is room."""
         size = self._engine.layout.block_size
         pull.offer, pull.answered_s = offer, now
-        is_whole = offer.num_tokens % size == 0 and pull.first_token < offer.num_tokens < len(pull.token_ids)
+        first, ready, end = pull.first_token, pull.ready_end, offer.num_tokens
+        is_whole = end % size == ready % size == 0 and first <= ready <= end and first < end < len(pull.token_ids)
         try:
             if not is_whole:
-                raise Corrupt(f"num_tokens of the offer is {offer.num_tokens}, of a prompt of {len(pull.token_ids)}")
+                raise Corrupt(f"{end} tokens are offered, {ready} ready, of a prompt of {len(pull.token_ids)}")
             reservation = self._engine.reserve(_request(pull, offer.num_tokens))
         except (OutOfBlocks, RequestError, Corrupt) as error:
             self._refuse(pull, str(error), now)
@@ -277,7 +278,8 @@ class PrefixPuller:
 
     def _on_lower_offer(self, pull: Pull, offer: Offer, num_tokens: int, now: float) -> None:
         """Expect less than was offered: the peer's tiers did not give the rest."""
-        if pull.reservation is None or num_tokens >= offer.num_tokens:
+        is_lower = pull.ready_end <= num_tokens < offer.num_tokens and num_tokens % self._engine.layout.block_size == 0
+        if pull.reservation is None or not is_lower:
             self._fail(pull, f"{num_tokens} tokens are offered after {offer.num_tokens}", now)
             return
         pull.offer = msgspec.structs.replace(offer, num_tokens=num_tokens)
@@ -288,11 +290,11 @@ class PrefixPuller:
         chunks = pull.chunks
         if pull.offer is not None and chunks.next_token >= pull.offer.num_tokens:
             self._counters["kv_peer_load_seconds"] += now - pull.began_s
-            self._node.commit(
+            is_drained = self._node.commit(
                 pull.peer.worker_id,
                 Commit(request_id=pull.id[0], epoch=pull.id[1], num_chunks=chunks.num_chunks, nbytes=chunks.nbytes),
             )
-            self._settle(pull, now, is_drained=True)
+            self._settle(pull, now, is_drained)
 
     def _fail(self, pull: Pull, reason: str, now: float) -> None:
         self._counters["kv_peer_failed"] += 1

@@ -253,12 +253,16 @@ class IncomingHandoffs:
             self._fail(handoff, error)
             return
         del self._open[handoff.id]
-        # Every granted page has its bytes and the node lands nothing after commit: the writer's hold ends here.
         request_id, epoch = handoff.id
         chunks = handoff.chunks
         commit = Commit(request_id=request_id, epoch=epoch, num_chunks=chunks.num_chunks, nbytes=chunks.nbytes)
-        self._node.commit(handoff.peer.worker_id, commit)
-        self._engine.incoming_writer_ended(handoff.attempt.key)
+        is_drained = self._node.commit(handoff.peer.worker_id, commit)
+        # Each page of a prompt has its bytes, and gets no others. Of an answer more pages were granted than Fin says.
+        if is_drained or not handoff.is_migration:
+            self._engine.incoming_writer_ended(handoff.attempt.key)
+        else:
+            handoff.is_contradictory = True
+            self._draining[handoff.id] = handoff
         self._owner.on_committed(handoff)
 
     def _on_abort(self, abort: Abort, now: float) -> None:
