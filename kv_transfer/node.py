@@ -160,9 +160,14 @@ class TransferNode:
                 self._outgoing_to(peer, was_asked=False)
 
     def offer(self, peer: WorkerRef, offer: Offer) -> None:
-        """Send an offer, connecting if there is no link; PeerDisconnected reports a failure to connect."""
+        """Send the offer, connecting if there is no link; PeerDisconnected reports a failure to connect."""
         if link := self._outgoing_to(peer, was_asked=True):
             link.offer(offer)
+
+    def lower_offer(self, peer_id: WorkerId, offer: Offer) -> None:
+        """Say that fewer tokens than were offered will come; nothing is sent of an attempt that is over."""
+        if link := self._table.outgoing(peer_id):
+            link.lower(offer)
 
     def ensure_link(self, peer: WorkerRef) -> bool:
         """Open the link if it is missing, unless it is beyond half of `max_peers`; return whether it is up."""

@@ -76,8 +76,8 @@ class PullSender(UnthreadedMover):
     """The prefill end: computed chunks are reported at once or in batches, in the caller's thread.
 
     A message takes microseconds, waking a thread for it 100. Decode may read the pages of an attempt from the first
-    chunk that is reported until it says that it no longer does. `tells_fetched`: of attempts whose length is not known
-    as they begin, it says which chunks it has fetched.
+    chunk that is reported until it says that it no longer does. `tells_fetched`: of answers that move it says which
+    chunks it has fetched.
     """
 
     def __init__(
@@ -105,7 +105,10 @@ class PullSender(UnthreadedMover):
             self._batches[key] = PullBatch(num_tokens)
 
     def has_unfetched(self, key: Key) -> bool:
-        """Return whether decode has yet to fetch a chunk of an attempt whose length was not known as it began."""
+        """Return whether decode has yet to fetch a chunk of an answer that moves.
+
+        Nothing is told of other attempts: of a pull that tiers still fill, what was reported stays until its end.
+        """
         with self._lock:
             return bool(self._unfetched.get(key))
 

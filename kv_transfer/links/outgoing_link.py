@@ -75,16 +75,22 @@ class OutgoingLink(Link):
             self._finish()
 
     def offer(self, offer: Offer) -> None:
-        """Begin an attempt; another offer of one that goes on says that fewer tokens will come."""
+        """Begin an attempt."""
         key = offer.request_id, offer.epoch
-        if not self.queue.is_alive(key):
-            self.queue.begin(key)
-            self._rate.begin(key)
-            is_known = not offer.is_bound and offer.num_ready is None
-            if self._pull_sender is not None and is_known:  # else nobody knows how much is left to compute, or to load
-                self._pull_sender.begin(key, offer.num_tokens)
+        self.queue.begin(key)
+        self._rate.begin(key)
+        is_known = not offer.is_bound and offer.num_ready is None
+        if self._pull_sender is not None and is_known:  # else nobody knows how much is left to compute, or to load
+            self._pull_sender.begin(key, offer.num_tokens)
         rate = self._rate.nbytes_per_s if self._pull_sender is None else 0.0
         self.send(msgspec.structs.replace(offer, nbytes_per_s=rate))
+
+    def lower(self, offer: Offer) -> None:
+        """Say that fewer tokens will come of an attempt, unless it is over."""
+        key = offer.request_id, offer.epoch
+        if self.queue.is_alive(key):
+            self._rate.dropped(key)  # Commit comes when whoever offered gave up waiting, not when the link was done
+            self.send(offer)
 
     def send_chunk(self, header: ChunkHeader, pages: Sequence[BlockId], checksums: np.ndarray | None) -> None:
         """Send a chunk, unless its attempt is over.

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from contracts.handoff import Abort, Commit, Fin, Grant, Offer
 from contracts.ids import BlockId, Epoch, RequestId
-from kv_transfer.events import ChunkLanded, Drained
+from kv_transfer.events import ChunkLanded, Drained, MessageReceived
 from kv_transfer.links.handoff_rate import HandoffRate, Key
 from tests.kv_transfer.kv_pair import Peer, fin, offer_and_grant, send
 
@@ -172,3 +172,28 @@ def test_an_aborted_handoff_says_nothing_about_speed(make_peer: Callable[..., Pe
     prefill.node.abort(decode.name, Abort(*KEY, "cancelled", "a test says so"))
     prefill.wait(Drained)
     assert prefill.node.transfer_rate == 0.0
+
+
+def test_an_offer_that_was_lowered_says_nothing_about_speed(make_peer: Callable[..., Peer], transport: str) -> None:
+    """Its last chunk had come long before: what was waited for is what tiers of the offering worker did not give."""
+    prefill, decode = make_peer("prefill", transport=transport), make_peer("decode-1", transport=transport)
+    offer_and_grant(prefill, decode, "r", 8, [1, 2])
+    send(prefill, decode, "r", 0, 0, 4, [3])
+    decode.wait(ChunkLanded)
+    prefill.node.lower_offer(decode.name, Offer(*KEY, 4, prefill.layout.layout_id))
+    assert decode.message(Offer, "r").num_tokens == 4
+    assert decode.node.commit(prefill.name, Commit(*KEY, 1, 0))
+    prefill.message(Commit, "r")
+    assert prefill.node.transfer_rate == 0.0
+
+
+def test_an_offer_that_is_over_is_not_lowered(make_peer: Callable[..., Peer], transport: str) -> None:
+    prefill, decode = make_peer("prefill", transport=transport), make_peer("decode-1", transport=transport)
+    offer_and_grant(prefill, decode, "r", 8, [1, 2])
+    decode.node.abort(prefill.name, Abort(*KEY, "cancelled", "a test says so"))
+    prefill.wait(Drained)
+    prefill.node.lower_offer(decode.name, Offer(*KEY, 4, prefill.layout.layout_id))
+    offer_and_grant(prefill, decode, "s", 8, [1, 2])
+    said = [event.message for event in decode.seen if isinstance(event, MessageReceived)]
+    assert not any(isinstance(message, Offer) for message in said)
+    assert not prefill.node.knows(decode.name, *KEY) and not decode.node.knows(prefill.name, *KEY)

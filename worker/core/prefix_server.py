@@ -112,7 +112,7 @@ class PrefixServer:
                 self._send(id_, reader, reader.parts.popleft())
             if not reader.is_loading and reader.num_ready < len(reader.blocks):  # tiers gave less than was thought
                 del reader.blocks[reader.num_ready :]
-                self._node.offer(reader.peer, self._offer_of(id_, reader))
+                self._node.lower_offer(reader.peer.worker_id, self._offer_of(id_, reader))
 
     @property
     def is_idle(self) -> bool:
