@@ -91,7 +91,8 @@ class DeviceFiller:
             landings.append(landing)
             first, keys = first + len(held), keys[len(held) :]
             is_right = len(landing.sums) == len(held)
-            while landings and (len(landings) == NUM_LANES or not is_right):
+            # Nothing is on its way while a read hangs: a load that is given up would wait for it.
+            while landings and (len(landings) == NUM_LANES or not is_right or self._source.is_waiting):
                 is_right = self._land(load, landings.popleft()) and is_right
             if not is_right:
                 return

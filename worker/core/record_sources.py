@@ -24,6 +24,11 @@ class RecordSource(Protocol):
         """
         ...
 
+    @property
+    def is_waiting(self) -> bool:
+        """Return whether the next batch may take as long as a disk or a store likes."""
+        ...
+
     def give_back(self, held: Sequence[HeldRecord]) -> None:
         """Nobody reads these any more."""
         ...
@@ -52,6 +57,10 @@ class LentRecords:
             if len(lent) < len(wanted):
                 return
             start, count = start + count, min(2 * count, size)
+
+    @property
+    def is_waiting(self) -> bool:
+        return False
 
     def give_back(self, held: Sequence[HeldRecord]) -> None:
         self._tier.give_back(slot for slot, _ in held)
@@ -118,6 +127,10 @@ class RecordReader:
                     self._read_ahead(waiting)
         finally:
             self._drop_reads()
+
+    @property
+    def is_waiting(self) -> bool:
+        return not self._reads or not self._reads[0][1].done()
 
     def give_back(self, held: Sequence[HeldRecord]) -> None:
         self._free += [buffer for buffer, _ in held]

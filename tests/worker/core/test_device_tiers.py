@@ -22,6 +22,7 @@ from tests.engine.device_engines import FUSIBLE, engine_of
 from tests.engine.driving import greedy, random_prompts, request
 from tests.engine.tiny_models import VOCAB, save_tiny
 from tests.kv_transfer.tiers.block_samples import RECORD_NBYTES, buffers, key_of, record_of, worth_of
+from tests.waiting import PATIENCE_S, until
 from tests.worker.core.test_tier_compression import slow_store
 from tests.worker.core.tier_rig import SLOW, answer, cached_tokens, disk, settled
 from worker.core.block_load import BlockLoad
@@ -291,6 +292,41 @@ def test_nothing_is_written_to_the_pages_of_a_load_that_was_cancelled(folder: Pa
     assert torch.equal(engine.transfer_pool.memory.tensor, before)
     assert tier.stats()["hit_blocks"] > 0
     assert engine.stats().free_tokens == engine.capacity_tokens
+
+
+def test_a_read_that_hangs_keeps_no_copy_on_its_way(
+    folder: Path, tmp_path: Path, answers: dict, monkeypatch: pytest.MonkeyPatch
+):
+    """A load is given up at once, for nothing writes to its pages: the engine's thread does not wait for a disk."""
+    engine = small_device_engine(folder)
+    tier = disk(engine, tmp_path)
+    tiers, read = join_device(engine, tier), tier.load
+    for index, prompt in enumerate(PROMPTS):
+        answer(engine, prompt, f"fill {index}")
+        settled(tiers)
+    first, is_known, may_read = list[BlockKey](), threading.Event(), threading.Event()
+
+    def hang(keys: Sequence[BlockKey], into: Sequence[memoryview]) -> list[int]:
+        """Read the first block, and no other."""
+        assert is_known.wait(PATIENCE_S) and (keys[0] in first or may_read.wait(PATIENCE_S))
+        return read(keys, into)
+
+    monkeypatch.setattr(tier, "load", hang)
+    monkeypatch.setattr("worker.core.block_load.STOP_TIMEOUT_S", 0.1)
+    gone = request("gone", PROMPTS[0], greedy())
+    engine.submit(gone)
+    engine.step()
+    load = tiers._loads[gone.request_id]
+    first.append(load.keys[0])
+    is_known.set()
+    until(lambda: load.num_done == 1, timeout_s=PATIENCE_S / 3)
+    engine.release(gone.request_id)
+    engine.check()
+    may_read.set()
+    settled(tiers)
+    assert cached_tokens(engine, PROMPTS[0], "again") == (384, answers["cpu"][0])
+    tiers.close()
+    engine.close()
 
 
 def test_a_block_of_a_gpu_that_is_overwritten_is_not_stored(folder: Path):
