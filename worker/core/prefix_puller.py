@@ -200,8 +200,7 @@ class PrefixPuller:
         for pull in list(self._open.values()):
             if now - pull.began_s > self._limit_s(pull):
                 self._counters["kv_peer_given_up"] += 1
-                if pull.offer is None or pull.chunks.next_token < pull.ready_end:
-                    self._rate.add(max(pull.chunks.nbytes, 1), now - pull.began_s)
+                self._rate.add(max(pull.chunks.nbytes, 1), now - pull.began_s)
                 self._give_up(pull, "computing is faster", now)
         for pull in [pull for pull in self._draining.values() if now - pull.ended_s > DRAIN_WAIT_S]:
             self._go_on(pull)
