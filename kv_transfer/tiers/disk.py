@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -54,11 +55,13 @@ class DiskTier:
         others = (folder.with_name(f"{folder.name}.{number}") for number in range(2, num_folders + 1))
         self._folders, self._clock = [RecordFiles(path, layout_id, is_direct) for path in (folder, *others)], clock
         self._files = self._folders[0]
+        self._capacity_nbytes = capacity_nbytes
         self._policy = EvictionPolicy(capacity_nbytes)
         self._places: dict[BlockKey, str] = {}
         self._foreign: deque[ForeignFile] = deque()
         self._foreign_nbytes = 0
-        self._doomed: deque[str] = deque()
+        self._doomed: list[str] = []  # files of blocks that were evicted
+        self._stuck: dict[str, int] = {}  # bytes of files that could not be removed: so much less room has the policy
         self._stats = TierStats()
         self._lock = threading.Lock()
         self._lock_file: TextIO | None = None
@@ -104,19 +107,22 @@ class DiskTier:
         if not self._may_write():
             self._stats.refused["off"] += 1
             return False
+        if self._stuck and (self._unwritable or self._retry_is_due()):
+            self._try_stuck()
         with self._lock:
             if key in self._places:
                 return True
             gone = self._policy.add(key, len(record), worth)
-            evicted = [self._places.pop(other, "") for other in gone]
-            is_kept = key in self._policy
-            self._doomed += filter(None, evicted)
-            self._doomed += self._make_foreign_room()
+            self._doomed += filter(None, [self._places.pop(other, "") for other in gone])
         for other in gone:
             self.held.remove(other)
         place = self._files.place(key, worth)
         try:
-            self._remove_doomed()
+            failed = self._remove_doomed()
+            if failed is not None and self._policy.nbytes + self._foreign_nbytes > self._policy.capacity_nbytes:
+                raise failed
+            with self._lock:
+                is_kept = key in self._policy
             if is_kept:
                 self._files.write(place, record)
         except OSError as error:
@@ -128,6 +134,7 @@ class DiskTier:
             self._on_written()
             with self._lock:
                 self._places[key] = place
+                self._policy.capacity_nbytes += self._stuck.pop(place, 0)  # it was written over
             self.held.add(key, worth.num_blocks)
             self._stats.stored(len(record))
         return is_kept
@@ -218,7 +225,7 @@ class DiskTier:
             too_much += [self._places.pop(key) for key in gone]
         self._foreign = deque(sorted(self._files.scan_foreign()))
         self._foreign_nbytes = sum(file.nbytes for file in self._foreign)
-        self._doomed += [*too_much, *self._make_foreign_room()]
+        self._doomed += too_much
         self._remove_doomed()
         self._mark(found)
         if self._foreign:
@@ -244,21 +251,50 @@ class DiskTier:
         for key, num_blocks in prefix_lengths(parents).items():
             self.held.add(key, num_blocks)
 
-    def _remove_doomed(self) -> None:
-        """Remove the files that the index has no more; those that can't be removed come first the next time.
+    def _remove_doomed(self) -> OSError | None:
+        """Remove the files of what was evicted, and what can't be used here where there is no room for it.
 
-        So nothing is written while they take room that nobody counts. Raises OSError.
+        A file that can't be removed keeps its room, and others go for it. Returns the first error.
         """
+        first: OSError | None = None
+        stuck = self._stuck
+        while places := self._take_doomed():
+            for place in places:
+                try:
+                    self._files.remove(place)
+                    self._stats.num_evicted += 1
+                except OSError as error:
+                    first = first or error
+                    self._keep_room(place, error, stuck)
+        return first
+
+    def _take_doomed(self) -> list[str]:
         with self._lock:
-            places, self._doomed = self._doomed, deque()
-        try:
-            while places:
-                self._files.remove(places[0])
-                places.popleft()
+            taken, self._doomed = [*self._doomed, *self._make_foreign_room()], []
+            return taken
+
+    def _keep_room(self, place: str, error: OSError, stuck: dict[str, int]) -> None:
+        """Let the others have less room than before by that of a file that can't be removed."""
+        nbytes = self._files.nbytes(place)
+        with self._lock:
+            if self._stuck is not stuck:  # the folder was indexed anew meanwhile, and it is in that index
+                return
+            if not stuck:
+                _log.warning("KV on disk: a file can't be removed, and takes room: %s", error)
+                self._retry_at_s = self._clock() + RETRY_S
+            self._policy.capacity_nbytes -= nbytes - stuck.get(place, 0)
+            stuck[place] = nbytes
+
+    def _try_stuck(self) -> None:
+        """Try again to remove what could not be removed."""
+        stuck = self._stuck
+        for place, nbytes in list(stuck.items()):
+            with suppress(OSError):  # it was logged, and stays where it is
+                self._files.remove(place)
                 self._stats.num_evicted += 1
-        finally:
-            with self._lock:
-                self._doomed += places
+                del stuck[place]
+                with self._lock:
+                    self._policy.capacity_nbytes += nbytes if self._stuck is stuck else 0
 
     def _make_foreign_room(self) -> list[str]:
         """Forget what can't be used here until all is within the limit, and return the places.
@@ -293,9 +329,9 @@ class DiskTier:
         if not self._unreadable or self._indexer.is_alive() or not self._retry_is_due():
             return
         with self._lock:
-            self._policy = EvictionPolicy(self._policy.capacity_nbytes)
+            self._policy = EvictionPolicy(self._capacity_nbytes)
             self._places.clear()
-            self._doomed.clear()  # the index finds what is still there
+            self._doomed, self._stuck = [], {}  # the index finds what is still there
             self.held.clear()
         self._is_indexed, self._unreadable = False, ""
         self._indexer = threading.Thread(target=self._open, name="kv-disk-index", daemon=True)

@@ -104,6 +104,13 @@ class RecordFiles:
         """Remove a record; one that is gone already is no error."""
         (self._root / place).unlink(missing_ok=True)
 
+    def nbytes(self, place: str) -> int:
+        """Return the size of a record; 0 if that can't be told: a disk that fails so takes nothing new."""
+        try:
+            return (self._root / place).stat().st_size
+        except OSError:
+            return 0
+
     def make_folder(self) -> None:
         self._root.mkdir(parents=True, exist_ok=True)
 

@@ -245,10 +245,9 @@ def test_records_of_former_releases_and_layouts_go_the_longest_unused_first_what
     again.close()
 
 
-def test_a_removal_that_fails_is_made_up_for_before_a_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    other = open_tier(tmp_path, layout_id="other")
-    assert all(store(other, number) for number in range(4))
-    other.close()
+def test_a_removal_that_fails_keeps_its_room_and_is_made_up_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Others go for a foreign file; where all are its own, nothing is written until there is room."""
+    store_foreign(tmp_path, 4)
     clock = Clock()
     tier = open_tier(tmp_path, 4 * RECORD_NBYTES, clock)
     remove, faults = RecordFiles.remove, [OSError(errno.EIO, "a bad sector"), OSError(errno.EIO, "another")]
@@ -259,16 +258,97 @@ def test_a_removal_that_fails_is_made_up_for_before_a_write(tmp_path: Path, monk
         remove(files, place)
 
     monkeypatch.setattr(RecordFiles, "remove", fail)
-    for number in (10, 11):
-        assert not store(tier, number) and len(files_in(tmp_path)) == 4
-        clock.now += RETRY_S
-    for number in range(12, 20):
+    for number in range(10, 16):
+        assert store(tier, number) and len(files_in(tmp_path)) <= 4
+    assert tier.stats()["blocks"] == 2 and len(files_in(tmp_path)) == 4
+    clock.now += RETRY_S
+    for number in range(16, 20):
         assert store(tier, number) and len(files_in(tmp_path)) <= 4
     assert tier.stats()["blocks"] == len(files_in(tmp_path)) == 4
+    faults.append(OSError(errno.EIO, "of a record that had to go"))
+    assert not store(tier, 20) and len(files_in(tmp_path)) == 4 and not store(tier, 21)
+    clock.now += RETRY_S
+    assert store(tier, 21) and len(files_in(tmp_path)) == 4
     faults.append(OSError(errno.EIO, "of a record that is faulty"))
-    tier.evict([key_of(19)])
+    tier.evict([key_of(21)])
     assert len(files_in(tmp_path)) == 4
-    assert store(tier, 20) and store(tier, 21)
+    assert store(tier, 22) and store(tier, 23)
+    assert tier.stats()["blocks"] == len(files_in(tmp_path)) == 4
+    tier.close()
+
+
+def store_foreign(folder: Path, count: int) -> None:
+    other = open_tier(folder, layout_id="other")
+    assert all(store(other, number) for number in range(count))
+    other.close()
+
+
+def hold_on_to(monkeypatch: pytest.MonkeyPatch, stays: str) -> None:
+    """Let no file whose name begins with this be removed."""
+    remove = RecordFiles.remove
+
+    def refuse(files: RecordFiles, place: str) -> None:
+        if Path(place).name.startswith(stays):
+            raise PermissionError(errno.EPERM, "not ours", place)
+        remove(files, place)
+
+    monkeypatch.setattr(RecordFiles, "remove", refuse)
+
+
+@pytest.mark.parametrize("is_foreign", [True, False])
+def test_a_file_that_can_never_be_removed_stops_no_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_foreign: bool
+):
+    if is_foreign:
+        store_foreign(tmp_path, 4)
+    clock = Clock()
+    tier = open_tier(tmp_path, 4 * RECORD_NBYTES, clock)
+    assert is_foreign or all(store(tier, number) for number in range(4))
+    hold_on_to(monkeypatch, "")
+    assert not store(tier, 10)
+    monkeypatch.undo()
+    stays = Path(next(iter(tier._stuck))).name
+    hold_on_to(monkeypatch, stays)
+    clock.now += RETRY_S
+    num_stored = 0
+    for number in range(11, 31):
+        num_stored += store(tier, number)
+        clock.now += RETRY_S
+        assert len(files_in(tmp_path)) <= 4
+    assert num_stored >= 19 and tier.stats()["writable"]
+    assert stays in {path.name for path in files_in(tmp_path)}
+    tier.close()
+    again = open_tier(tmp_path, 3 * RECORD_NBYTES, clock)
+    assert again.is_on
+    for number in range(40, 44):
+        num_stored += store(again, number)
+        clock.now += RETRY_S
+    assert num_stored >= 22 and len(files_in(tmp_path)) <= 3
+    again.close()
+
+
+def test_a_removal_that_fails_while_the_folder_is_indexed_anew_costs_no_file_of_that_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    clock = Clock()
+    tier = open_tier(tmp_path, 4 * RECORD_NBYTES, clock)
+    assert all(store(tier, number) for number in range(4))
+    remove, places = RecordFiles.remove, list[str]()
+
+    def index_and_fail(files: RecordFiles, place: str) -> None:
+        places.append(place)
+        tier._unreadable = "a read failed"
+        clock.now += RETRY_S
+        assert tier.lookup([key_of(0)]) == 0 and tier.wait_until_indexed(30)
+        raise OSError(errno.EIO, "a bad sector")
+
+    monkeypatch.setattr(RecordFiles, "remove", index_and_fail)
+    assert not store(tier, 10)
+    monkeypatch.setattr(RecordFiles, "remove", remove)
+    assert tier.stats()["blocks"] == len(files_in(tmp_path)) == 4
+    tier.evict([next(key_of(number) for number in range(4) if not places[0].count(key_of(number).hex()))])
+    clock.now += RETRY_S
+    assert store(tier, 11)
     assert tier.stats()["blocks"] == len(files_in(tmp_path)) == 4
     tier.close()
 
