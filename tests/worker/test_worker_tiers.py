@@ -38,7 +38,7 @@ async def serve_one(folder: Path, model: str, *flags: str) -> tuple[list[int], P
         await connected(worker, body)
         worker.wait_clean()
         if "--kv-disk" in flags:
-            until(lambda: worker.metrics()["tandem_worker_kv_tier_blocks"] >= NUM_BLOCKS)
+            until(lambda: worker.metrics()["tandem_worker_kv_tier_blocks"] >= 2 * NUM_BLOCKS)  # in both tiers
         metrics = worker.metrics()
     tokens = [token.token_id for event in events if isinstance(event, Tokens) for token in event.tokens]
     (prefilled,) = [event for event in events if isinstance(event, Prefilled)]
@@ -53,10 +53,10 @@ async def test_a_prompt_is_on_disk_when_its_worker_was_killed(tmp_path: Path) ->
     first, prefilled, _ = await serve_one(tmp_path / "one", model, *flags)
     assert (first, prefilled.cached_tokens) == (plain, 0)
     again, loaded, metrics = await serve_one(tmp_path / "again", model, *flags)
-    assert (again, loaded.cached_tokens) == (plain, NUM_BLOCKS * 16)
-    assert metrics["tandem_worker_kv_loaded_blocks_total"] == NUM_BLOCKS
-    assert metrics["tandem_worker_kv_tier_hit_blocks_total"] == NUM_BLOCKS
-    assert metrics["tandem_worker_kv_tier_loaded_blocks_total"] == NUM_BLOCKS
+    # On a busy machine the load may be given up, with what has come by then.
+    num_loaded, num_missed = (metrics[f"tandem_worker_kv_{what}_blocks_total"] for what in ("loaded", "missed"))
+    assert (again, loaded.cached_tokens, num_loaded + num_missed) == (plain, num_loaded * 16, NUM_BLOCKS)
+    assert f"KV on disk: {NUM_BLOCKS} blocks" in (tmp_path / "again/log").read_text()
     assert loaded.stages_s["load"] > 0 and metrics["tandem_worker_kv_load_seconds_total"] > 0
     assert "load" not in alone.stages_s
     measured = "tokens/s, as measured at the start"
