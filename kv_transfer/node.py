@@ -70,8 +70,7 @@ class TransferNode:
         require_available(settings.transport, self._transports)
         self._events: deque[TransferEvent] = deque()
         self._table, self._closing, self._launched_s = LinkTable(), False, -math.inf
-        self._interfaces = InterfaceWatch()
-        self._paths = PathHealth(time.monotonic)
+        self._interfaces, self._paths = InterfaceWatch(), PathHealth(time.monotonic)
         self._parts = LinkParts(
             settings=settings,
             identity=(identity := Identity(me, incarnation, settings.secret)),
@@ -154,9 +153,8 @@ class TransferNode:
         Skipped are bad paths, and peers to which there is a link already, even if it is to a former incarnation. A link
         that fails is reported as a PeerDisconnected that belongs to no attempt.
         """
-        bad = self._paths.bad()
         for peer in peers:
-            if self._table.outgoing(peer.worker_id) is None and peer.incarnation not in bad:
+            if self._table.outgoing(peer.worker_id) is None and peer.incarnation not in self.bad_paths:
                 self._outgoing_to(peer, was_asked=False)
 
     def offer(self, peer: WorkerRef, offer: Offer) -> None:
@@ -274,10 +272,9 @@ class TransferNode:
             link.send(message)
 
     def commit(self, peer_id: WorkerId, message: Commit) -> bool:
-        """End an attempt all of whose chunks have arrived.
+        """End an attempt whose chunks have arrived; return whether nothing writes to its pages any more.
 
-        Returns whether nothing writes to its pages any more. A peer that sends more than it said may still: then
-        Drained follows, or PeerDisconnected if the link is lost.
+        Of a peer that sends more than it said, something may: then Drained or PeerDisconnected follows.
         """
         link = self._table.incoming(peer_id)
         return link is not None and link.commit(message)
@@ -296,12 +293,11 @@ class TransferNode:
         MessageReceived this node drains by itself, answers, and Drained follows.
         """
         key = abort.request_id, abort.epoch
-        link = self._table.having(peer_id, key)
-        if link is None:
+        if link := self._table.having(peer_id, key):
+            link.end(key)  # first: on the Abort prefill may give its pages to other requests
+            link.send(abort)
+        else:
             self._emit(Drained(request_id=abort.request_id, epoch=abort.epoch))
-            return
-        link.end(key)  # first: on the Abort prefill may give its pages to other requests
-        link.send(abort)
 
     def knows(self, peer_id: WorkerId, request_id: RequestId, epoch: Epoch) -> bool:
         """Return whether a link has this attempt; a PeerDisconnected polled then is of a former link."""
@@ -347,14 +343,11 @@ class TransferNode:
         It also waits for any other failed link with that worker: the PeerDisconnected that follows would otherwise end
         the new link's attempts too.
         """
-        with self._table.lock:
-            former = self._table.placed.get((link.peer_id, False))
+        former = self._table.incoming(link.peer_id)
         if former is not None:
             former.fail("replaced by a new connection")
             former.gone.wait(self._settings.handshake_timeout_s)
-        with self._table.lock:
-            failed = [other for other in self._table.alive_with(link.peer_id, link.incarnation) if other.failed]
-        for other in failed:
+        for other in self._table.failed_with(link.peer_id, link.incarnation):
             other.gone.wait(self._settings.handshake_timeout_s)
         with self._table.lock:
             if self._closing:
@@ -390,8 +383,7 @@ class TransferNode:
             others = self._table.alive_with(link.peer_id, link.incarnation)
             is_last = not others and not self._closing
             if is_last:
-                unfenced = self._table.take_unfenced(link.peer_id, link.incarnation)
-                self._note(replace(event, fenced=not unfenced))
+                self._note(replace(event, fenced=not self._table.take_unfenced(link.peer_id, link.incarnation)))
             for other in others if not link.is_untried else ():  # now, so that no call uses them
                 other.fail(event.error, event.code)
         if is_last:

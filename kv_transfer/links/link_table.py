@@ -60,6 +60,11 @@ class LinkTable:
         """Return the links to this worker and incarnation; under the lock."""
         return links_with([*self.placed.values(), *self.aside], peer_id, incarnation)
 
+    def failed_with(self, peer_id: WorkerId, incarnation: Incarnation) -> list[Link]:
+        """Return those of the links to this worker and incarnation that have failed, and are not gone yet."""
+        with self.lock:
+            return [link for link in self.alive_with(peer_id, incarnation) if link.failed]
+
     def having(self, peer_id: WorkerId, key: Key) -> Link | None:
         """Return the link of this peer that knows the attempt."""
         links = [link for link in self.all() if link.peer_id == peer_id and link.knows(key)]
