@@ -56,8 +56,11 @@ class Unit:
     flags: tuple[str, ...] = ()
 
 
-def units(machine: str) -> tuple[Unit, ...]:
-    """Return what is compiled for a machine as `platform.machine` names it."""
+def units(machine: str, has_tiles: bool = True) -> tuple[Unit, ...]:
+    """Return what is compiled for a machine as `platform.machine` names it.
+
+    `has_tiles`: whether the compiler knows AMX; else that set is left out, and the library takes AVX-512 at best.
+    """
     sets = [("plain", ("-DTANDEM_SET=plain", "-O3"))]
     if machine == "x86_64":
         sets += [
@@ -65,8 +68,9 @@ def units(machine: str) -> tuple[Unit, ...]:
             ("avx512", ("-DTANDEM_SET=avx512", "-DTANDEM_AVX512", *_AVX512)),
             ("amx", ("-DTANDEM_SET=amx", "-DTANDEM_AVX512", "-DTANDEM_TILES", *_AMX)),
         ]
+    sets = [one for one in sets if one[0] != "amx" or has_tiles]
     return (
-        Unit("library", "library.cpp"),
+        Unit("library", "library.cpp", () if has_tiles else ("-DTANDEM_NO_TILES",)),
         Unit("pool", "pool.cpp"),
         *(Unit(name, "kernels.cpp", flags) for name, flags in sets),
         *(Unit("tile_probe", "tile_probe.cpp", flags) for name, flags in sets if name == "amx"),
@@ -150,7 +154,7 @@ def compilers() -> Iterator[list[str]]:
 
 def _compile(compiler: Sequence[str], scratch: Path, target: Path, last_flags: Sequence[str]) -> str | None:
     """Return the first line that says what is wrong, or None."""
-    parts = units(platform.machine())
+    parts = units(platform.machine(), _knows_tiles(compiler))
     objects = [scratch / f"{unit.name}.o" for unit in parts]
     commands = [
         [*compiler, *_FLAGS, *unit.flags, *last_flags, "-c", str(SOURCES / unit.source), "-o", str(file)]
@@ -165,6 +169,11 @@ def _compile(compiler: Sequence[str], scratch: Path, target: Path, last_flags: S
         return failure
     linked.replace(target)
     return None
+
+
+def _knows_tiles(compiler: Sequence[str]) -> bool:
+    """Return whether a compiler takes the flags of AMX; GCC 10 does not."""
+    return _run_all([[*compiler, *_AMX, "-x", "c++", "-E", os.devnull]]) is None
 
 
 def _run_all(commands: Sequence[Sequence[str]]) -> str | None:

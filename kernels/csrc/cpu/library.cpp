@@ -65,8 +65,12 @@ int detect() {
     if (!has_avx2) return PLAIN;
     const bool has_avx512 = (low & 0xe6) == 0xe6 && (b >> 16 & 1) && (b >> 17 & 1) && (b >> 30 & 1) && (b >> 31 & 1);
     if (!has_avx512 || !(c >> 11 & 1)) return AVX2;
+#if defined(TANDEM_NO_TILES)  // the compiler knows no AMX
+    return AVX512;
+#else
     const bool has_amx = (low & 0x60000) == 0x60000 && (d >> 22 & 1) && (d >> 24 & 1) && (d >> 25 & 1);
     return has_amx && amx::has_tiles() ? AMX : AVX512;
+#endif
 #else
     return PLAIN;
 #endif
@@ -77,7 +81,9 @@ int level = best;
 
 const KernelTable& kernels() {
 #if defined(__x86_64__)
+#if !defined(TANDEM_NO_TILES)
     if (level == AMX) return amx::table;
+#endif
     if (level == AVX512) return avx512::table;
     if (level == AVX2) return avx2::table;
 #endif
