@@ -27,6 +27,8 @@ _REMEDY = (
 )
 _log = logging.getLogger(__name__)
 _CHECKED_ROWS = 48
+_CHECKED_INPUTS = 35
+"""So many that tiles of 16 are used where a CPU has them, the last of which is not full."""
 _UNPACKED = {gguf.GGMLQuantizationType[name] for name in ("F32", "F16", "BF16")}
 # Activations are rounded to int8, 32 at a time: 0.4 % of normal ones in the root mean square.
 _TOLERANCE = 0.02
@@ -120,7 +122,7 @@ def self_check(kernels: NativeKernels, blocks: StoredBlocks) -> str | None:
     """
     rows = np.array(blocks.rows[:_CHECKED_ROWS])
     weight = gguf.dequantize(rows, blocks.kind).astype(np.float32).reshape(len(rows), -1)
-    x = np.random.default_rng(0).standard_normal((3, weight.shape[1]), np.float32)
+    x = np.random.default_rng(0).standard_normal((_CHECKED_INPUTS, weight.shape[1]), np.float32)
     exact, found = x @ weight.T, kernels.linear(kernels.pack(blocks.kind, rows), x)
     error = float(np.linalg.norm(found - exact)) / max(float(np.linalg.norm(exact)), 1e-30)
     # A comparison that NaN fails, too.

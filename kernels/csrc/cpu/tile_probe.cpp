@@ -1,9 +1,11 @@
 // Whether the tiles of AMX work here, found out in a child process.
 //
 // On some virtual machines CPUID shows AMX and its instructions end the process with SIGILL. No flag tells.
+#include <errno.h>
 #include <poll.h>
 #include <signal.h>
-#include <sys/resource.h>
+#include <stdint.h>
+#include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <time.h>
@@ -60,8 +62,7 @@ bool are_products_right() {
 }
 
 [[noreturn]] void be_child(int answer) {
-    const struct rlimit no_core = {0, 0};
-    setrlimit(RLIMIT_CORE, &no_core);
+    prctl(PR_SET_DUMPABLE, 0);  // no core file, and none for a handler of such files
     struct sigaction plain = {};
     plain.sa_handler = SIG_DFL;
     sigaction(SIGILL, &plain, nullptr);
@@ -71,6 +72,23 @@ bool are_products_right() {
     __builtin_unreachable();
 }
 
+int64_t now_ms() {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return int64_t(now.tv_sec) * 1000 + now.tv_nsec / 1000000;
+}
+
+// A signal that this process handles ends a poll early, and says nothing of tiles.
+bool has_word(int end, int timeout_ms) {
+    struct pollfd waited = {end, POLLIN, 0};
+    const int64_t deadline_ms = now_ms() + timeout_ms;
+    for (int64_t left_ms = timeout_ms; left_ms > 0; left_ms = deadline_ms - now_ms()) {
+        const int num_ready = poll(&waited, 1, int(left_ms));
+        if (num_ready >= 0 || errno != EINTR) return num_ready > 0;
+    }
+    return false;
+}
+
 bool child_says_yes() {
     int ends[2];
     if (pipe(ends) != 0) return false;
@@ -78,12 +96,11 @@ bool child_says_yes() {
     if (child == 0) be_child(ends[1]);
     close(ends[1]);
     char word = 0;
-    struct pollfd waited = {ends[0], POLLIN, 0};
-    const bool is_told = child > 0 && poll(&waited, 1, TIMEOUT_MS) > 0 && read(ends[0], &word, 1) == 1;
+    const bool is_told = child > 0 && has_word(ends[0], TIMEOUT_MS) && read(ends[0], &word, 1) == 1;
     close(ends[0]);
     if (child > 0) {
         kill(pid_t(child), SIGKILL);
-        waitpid(pid_t(child), nullptr, 0);
+        while (waitpid(pid_t(child), nullptr, 0) < 0 && errno == EINTR) {}
     }
     return is_told && word;
 }

@@ -8,6 +8,7 @@ from bench.models.transformers_oracle import oracle
 from checkpoint import open_checkpoint
 from contracts.errors import ConfigError, Overloaded, RequestError
 from contracts.events import FinishReason
+from engine.engine import Engine
 from engine.loader import load_engine
 from engine.sampling.host_sampler import Sampler
 from tests.engine.driving import answers, drain, greedy, needs_bfloat16, request, settings, tokens_of
@@ -17,12 +18,21 @@ pytestmark = pytest.mark.slow
 QUESTIONS = ("What is the capital of France?", "Why is the sky blue?", "def fibonacci(n):", "cats and dogs " * 90)
 NUM_TOKENS = 24
 NUM_TOKENS_OF_EACH_DTYPE = 8
-"""Enough for the real model's widths: test_batch.py compares longer answers of a tiny one to the bit."""
+"""Enough for the real model's widths, as probabilities are compared to the bit; test_batch.py has longer answers."""
 
 
 def chat(checkpoint, text: str) -> list[int]:
     turns = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
     return checkpoint.tokenizer().encode(turns).ids
+
+
+def with_logprobs(engine: Engine, prompts: list[list[int]]) -> list[list[tuple[int, float]]]:
+    """Return the tokens of answers in one batch, with their log-probabilities."""
+    for index, prompt in enumerate(prompts):
+        engine.submit(request(str(index), prompt, greedy(NUM_TOKENS_OF_EACH_DTYPE, logprobs=0)))
+    sampled = [one for output in drain(engine) for one in output.sampled]
+    names = [str(index) for index in range(len(prompts))]
+    return [[(one.token.token_id, one.token.logprob) for one in sampled if one.request_id == name] for name in names]
 
 
 @pytest.fixture(scope="module")
@@ -49,10 +59,9 @@ def test_float32_answers_equal_transformers(prompts):
 def test_answers_do_not_depend_on_the_batch_or_the_chunks(prompts, dtype):
     whole = load_engine(settings(dtype=dtype, kv_cache_nbytes=128 << 20))
     chunked = load_engine(settings(dtype=dtype, kv_cache_nbytes=128 << 20, max_batched_tokens=48, max_num_seqs=3))
-    few = greedy(NUM_TOKENS_OF_EACH_DTYPE)
-    together = answers(whole, prompts, few)
-    assert [answers(whole, [prompt], few)[0] for prompt in prompts] == together
-    assert answers(chunked, prompts, few) == together
+    together = with_logprobs(whole, prompts)
+    assert [with_logprobs(whole, [prompt])[0] for prompt in prompts] == together
+    assert with_logprobs(chunked, prompts) == together
 
 
 def test_an_answer_ends_at_the_models_own_end(engine, prompts):
