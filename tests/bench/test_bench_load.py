@@ -48,6 +48,7 @@ async def test_as_many_requests_as_asked_for_after_a_warm_up(point: Point):
 
 
 async def test_prompts_are_written_and_garbage_is_collected_before_the_first_is_sent(monkeypatch):
+    gc.unfreeze()  # what pytest had collected was frozen before the first test
     order = []
     monkeypatch.setattr("bench.load.generator.random_prompt", lambda *args: order.append("prompt") or [1] * 8)
     monkeypatch.setattr("bench.load.generator.ask", lambda *args, **kinds: answered())

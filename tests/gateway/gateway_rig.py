@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, partial
+from threading import Lock
 from typing import Any
 
 import httpx
@@ -197,18 +198,20 @@ class KeptSandbox(CompileSandbox):
             return super().close()  # it is at work, and nobody is to get what it says
         try:
             if self._compiler is not None and not self._compiler.is_gone:
-                _idle_compilers.append((self._checkpoint.build_tokenizer, self._compiler))
-                del _idle_compilers[:-NUM_IDLE]
+                with _idle_lock:
+                    _idle_compilers.append((self._checkpoint.build_tokenizer, self._compiler))
+                    del _idle_compilers[:-NUM_IDLE]
             self._compiler = None
         finally:
             self._lock.release()
 
     def _started(self) -> Any:
-        for kept in _idle_compilers:
-            build, compiler = kept
-            if build == self._checkpoint.build_tokenizer and not compiler.is_gone:
-                _idle_compilers.remove(kept)
-                return compiler
+        with _idle_lock:
+            for kept in _idle_compilers:
+                build, compiler = kept
+                if build == self._checkpoint.build_tokenizer and not compiler.is_gone:
+                    _idle_compilers.remove(kept)
+                    return compiler
         return _starter.submit(super()._started).result(START_S)
 
 
@@ -216,6 +219,7 @@ _starter = ThreadPoolExecutor(1, "starter")
 """A process that dies with its parent dies with the thread that started it: this one is there to the end."""
 NUM_IDLE = 3
 """Each is a process of 70 MB, which ends when it is forgotten."""
+_idle_lock = Lock()
 _idle_compilers: list[tuple[Callable[[], Tokenizer], Any]] = []
 
 
