@@ -30,9 +30,14 @@ _MAX_KEPT = 64  # plans, of 2048 rows of 32 heads 16 KiB each
 def attn_decode(
     spec: AttnSpec, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor, out: Tensor,
     workspace: Tensor, *, sm_scale: float, k_scale: float = 1.0, v_scale: float = 1.0, sinks: Tensor | None = None,
-    lse: Tensor | None = None, max_len: int = 0,
+    lse: Tensor | None = None, max_len: int = 0, starts: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """xqa on compute capability 9.0 and 12.0, trtllm-gen on 10.x; the workspace must start as zeros."""
+    """xqa on compute capability 9.0 and 12.0, trtllm-gen on 10.x; the workspace must start as zeros.
+
+    Raises ValueError for `starts`: neither leaves out the first keys of a row.
+    """
+    if starts is not None:
+        raise ValueError("FlashInfer's decode attention reads a row's keys from the first on: `starts` must be None")
     trtllm_batch_decode_with_kv_cache(
         query=q, kv_cache=(k_cache, v_cache), workspace_buffer=workspace, block_tables=block_table, seq_lens=seq_lens,
         max_seq_len=max_len or block_table.shape[1] * spec.page, bmm1_scale=sm_scale * k_scale, bmm2_scale=v_scale,

@@ -86,7 +86,7 @@ def test_a_head_on_one_side_keeps_nobody_from_a_handoff(
         layout = pair.decode.engine.layout.model_part
         num_blocks = sum(-(-len(prompt) // 16) for prompt in PROMPTS)
         assert sum(link.nbytes for link in pair.decode.node.stats()) == num_blocks * layout.block_nbytes
-        num_missed = len(PROMPTS) if pair.decode.engine.layout != layout else 0
+        num_missed = len(PROMPTS) if pair.decode.engine.layout.groups != layout.groups else 0
         assert pair.decode.counters()["kv_handoffs_received_without_draft"] == num_missed
 
 
