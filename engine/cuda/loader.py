@@ -18,7 +18,7 @@ from checkpoint import Checkpoint, Progress, open_checkpoint
 from contracts.errors import ConfigError, TransferError
 from contracts.layout import KVLayout
 from engine.backend import Backend, Drafting
-from engine.cache.sizing import MIN_BLOCKS, blocks_in, kv_layout, model_len, require_budgets, wanted_model_len
+from engine.cache.sizing import MIN_BLOCKS, blocks_in, kv_layout, model_len, wanted_model_len
 from engine.cuda.device_sampler import DeviceSampler, SamplingKernel
 from engine.cuda.draft_head import drafter_of, open_draft_head
 from engine.cuda.graphs.decode_graphs import DecodeGraphs
@@ -36,6 +36,7 @@ from engine.cuda.model.format_choice import resolve_device_dtype, smooths_keys
 from engine.cuda.model.fused_decode import FusedDecode, is_fusible
 from engine.cuda.model.number_formats import DEVICE_FORMATS, DeviceFormat
 from engine.cuda.model.required_kernels import require_kernels
+from engine.cuda.model.required_settings import MIN_BLOCK_SIZE, require_settings
 from engine.cuda.model.transformer import Transformer
 from engine.cuda.model.tuned_plans import agreed_plans
 from engine.cuda.model.weight_loader import load_device_weights
@@ -52,14 +53,12 @@ from engine.model_loader.tensor_parallel_shards import Shard, ShardedWeights, kv
 from engine.sampling.prompt_logprobs import ROWS
 from engine.settings import EngineSettings
 from engine.speculative.choice import max_draft_rows
-from kernels import caps, catalog
+from kernels import catalog
 from kernels.registry import Registry
 from kernels.timing import eager_us
 
 _log = logging.getLogger(__name__)
 
-# The kernels were tuned for pages of 64 tokens.
-_MIN_BLOCK_SIZE = 64
 # Left free beside the cache, whatever captured launches take; and with them at least.
 _SPARE_NBYTES, _LEAST_SPARE_NBYTES = 1 << 29, 1 << 30
 LOGIT_NBYTES = 18
@@ -95,6 +94,7 @@ def load_device_backend(
     if settings.tensor_parallel == 1:
         return DeviceBackendBuilder(settings, checkpoint, source, device).build(progress)
     shard_config(checkpoint.config, Shard(0, settings.tensor_parallel))
+    require_settings(settings, checkpoint, device)  # each follower would end of them, and this process of its end
     followers = TensorParallelGroup.start(settings, device, reopen)
     try:
         with full_in_words():
@@ -116,17 +116,14 @@ class DeviceBackendBuilder:
         device: torch.device,
         team: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
-        found = caps.detect(device.type)
-        if found.triton_error:
-            raise ConfigError(caps.unbuildable(found))
+        found = require_settings(settings, checkpoint, device)
         self._settings = replace(settings, dtype=resolve_device_dtype(settings.dtype, checkpoint, found.cc))
         self._checkpoint, self._group, self._device = checkpoint, team, device
         self._config = shard_config(checkpoint.config, team.shard)
         self._source = source if team is SINGLE_PROCESS else ShardedWeights(source, checkpoint.config, team.shard)
         self._registry: Registry = catalog.registry(found, plans=agreed_plans(settings.cache_dir, found, team))
         self._format: DeviceFormat = DEVICE_FORMATS[self._settings.dtype]
-        self._block_size = max(settings.block_size, _MIN_BLOCK_SIZE)
-        require_budgets(settings, self._block_size)
+        self._block_size = max(settings.block_size, MIN_BLOCK_SIZE)
         self._max_draft_rows = max_draft_rows(settings)
         self._head = open_draft_head(self._settings, checkpoint, self._format, self._block_size)
         self._max_rows = max(settings.max_batched_tokens, settings.max_num_seqs + self._max_draft_rows)
