@@ -14,7 +14,7 @@ from engine.cuda.device_sampler import SamplingKernel
 from engine.cuda.inputs.batch_inputs import StepKey
 from engine.cuda.inputs.buckets import batch_buckets, bucket_for, context_buckets
 from engine.cuda.inputs.decode_state import DecodeState
-from engine.cuda.runtime.graph_capture import Launch, Record
+from engine.cuda.runtime.graph_capture import HeldLaunches, Launch, Record
 
 MakeStep = Callable[[int, int], Launch]
 """(rows, longest context) -> what writes the logits of the first rows."""
@@ -30,8 +30,8 @@ class DecodeGraphs:
         self._make, self._sampling_kernel, self._state = make, drawer, state
         self._batches, self._contexts = batch_buckets(state.max_rows), context_buckets(max_model_len)
         self._computes: dict[tuple[int, int], Launch] = {}
-        self._held: dict[tuple[int, int], Launch] = {}
-        self._draws: dict[tuple[int, bool], Launch] = {}
+        self._held = HeldLaunches[tuple[int, int]](self._step)
+        self._draws = HeldLaunches[tuple[int, bool]](lambda kind: partial(self._sample, *kind))
 
     def key(self, num_rows: int, max_len: int, greedy: bool) -> StepKey:
         return StepKey(bucket_for(self._batches, num_rows), bucket_for(self._contexts, max_len), greedy)
@@ -51,17 +51,14 @@ class DecodeGraphs:
         """On sequences of one token."""
         self._state.lengths.fill_(1)
         for size in sizes:
-            self._held[size] = record(self._step(*size))
-            self._hold_draws(record, size[0])
-
-    def _hold_draws(self, record: Record, rows: int) -> None:
-        for greedy in (True, False):
-            if (rows, greedy) not in self._draws:
-                self._draws[rows, greedy] = record(partial(self._sample, rows, greedy))
+            self._held.hold(record, size)
+            for greedy in (True, False):
+                if (kind := (size[0], greedy)) not in self._draws:
+                    self._draws.hold(record, kind)
 
     def release(self) -> None:
-        self._held.clear()
-        self._draws.clear()
+        self._held.release()
+        self._draws.release()
 
     @torch.inference_mode()
     def sample(self, key: StepKey) -> None:
@@ -72,20 +69,17 @@ class DecodeGraphs:
     @torch.inference_mode()
     def draw_from(self, num_rows: int, greedy: bool) -> None:
         """Tokens of the first rows, padded, from the state's logits."""
-        kind = bucket_for(self._batches, num_rows), greedy
-        (self._draws.get(kind) or partial(self._sample, *kind))()
+        self._draws.run((bucket_for(self._batches, num_rows), greedy))
 
     @torch.inference_mode()
     def compute(self, key: StepKey) -> None:
         """Logits alone; the tokens of the step before stay where they are."""
-        size = key.num_rows, key.max_len
-        (self._held.get(size) or self._step(*size))()
+        self._held.run((key.num_rows, key.max_len))
 
     def _sample(self, rows: int, greedy: bool) -> None:
         self._sampling_kernel.into(self._state, self._state.logits[:rows], greedy)
 
-    def _step(self, rows: int, max_len: int) -> Launch:
-        size = (rows, max_len)
+    def _step(self, size: tuple[int, int]) -> Launch:
         if size not in self._computes:
             self._computes[size] = self._make(*size)
         return self._computes[size]

@@ -12,7 +12,7 @@ from engine.cuda.inputs.buckets import batch_buckets, bucket_for, place_buckets
 from engine.cuda.inputs.decode_state import DecodeState
 from engine.cuda.inputs.head_inputs import HeadState
 from engine.cuda.model.eagle3_head import DeviceEagle3Head, DeviceHeadRows
-from engine.cuda.runtime.graph_capture import Launch, Record
+from engine.cuda.runtime.graph_capture import HeldLaunches, Record
 
 
 class DraftGraphs:
@@ -21,7 +21,7 @@ class DraftGraphs:
     def __init__(self, head: DeviceEagle3Head, state: DecodeState, reads: HeadState) -> None:
         self._head, self._state, self._reads = head, state, reads
         self._buckets, self._lengths = batch_buckets(reads.max_drafting), place_buckets(reads.max_places)
-        self._held: dict[tuple[int, int], Launch] = {}
+        self._held = HeldLaunches[tuple[int, int]](lambda size: partial(self._draft, *size))
 
     @property
     def sizes(self) -> SequenceOf[tuple[int, int]]:
@@ -31,15 +31,14 @@ class DraftGraphs:
     @torch.inference_mode()
     def capture(self, record: Record, sizes: SequenceOf[tuple[int, int]]) -> None:
         for size in sizes:
-            self._held[size] = record(partial(self._draft, *size))
+            self._held.hold(record, size)
 
     def release(self) -> None:
-        self._held.clear()
+        self._held.release()
 
     @torch.inference_mode()
     def draft(self, num_answers: int, num_places: int) -> None:
-        size = bucket_for(self._buckets, num_answers), bucket_for(self._lengths, num_places)
-        (self._held.get(size) or partial(self._draft, *size))()
+        self._held.run((bucket_for(self._buckets, num_answers), bucket_for(self._lengths, num_places)))
 
     def _draft(self, num_answers: int, num_places: int) -> None:
         state, reads = self._state, self._reads
@@ -63,7 +62,7 @@ class ReadGraphs:
     def __init__(self, head: DeviceEagle3Head, state: DecodeState, reads: HeadState, aux: Tensor) -> None:
         self._head, self._state, self._reads, self._aux = head, state, reads, aux
         self._buckets = batch_buckets(state.max_rows)
-        self._held: dict[int, Launch] = {}
+        self._held = HeldLaunches[int](lambda rows: partial(self._read, rows))
 
     @property
     def sizes(self) -> SequenceOf[int]:
@@ -73,16 +72,15 @@ class ReadGraphs:
     @torch.inference_mode()
     def capture(self, record: Record, sizes: SequenceOf[int]) -> None:
         for rows in sizes:
-            self._held[rows] = record(partial(self._read, rows))
+            self._held.hold(record, rows)
 
     def release(self) -> None:
-        self._held.clear()
+        self._held.release()
 
     @torch.inference_mode()
     def read(self, num_rows: int) -> None:
         """Read the first rows of the step, padded."""
-        rows = bucket_for(self._buckets, num_rows)
-        (self._held.get(rows) or partial(self._read, rows))()
+        self._held.run(bucket_for(self._buckets, num_rows))
 
     def _read(self, rows: int) -> None:
         reads = self._reads

@@ -18,7 +18,7 @@ from engine.cuda.inputs.decode_state import DecodeState
 from engine.cuda.kv.kv_cache import DeviceCache
 from engine.cuda.model.attention import DeviceAttention
 from engine.cuda.model.transformer import Transformer
-from engine.cuda.runtime.graph_capture import Launch, Record
+from engine.cuda.runtime.graph_capture import HeldLaunches, Record
 from engine.cuda.runtime.upload import copy_all
 
 
@@ -39,7 +39,7 @@ class LastLayerGraphs:
         self._rows = torch.zeros(state.max_rows, dtype=torch.int64, device=cache.device)
         self._lengths = torch.ones(state.max_rows, dtype=torch.int32, device=cache.device)
         self._tables = torch.zeros_like(state.tables)
-        self._held: dict[int, Launch] = {}
+        self._held = HeldLaunches[int](lambda bucket: partial(self._compute, bucket))
 
     @property
     def sizes(self) -> SequenceOf[int]:
@@ -51,10 +51,10 @@ class LastLayerGraphs:
         """On sequences of one token."""
         self._lengths.fill_(1)
         for bucket in sizes:
-            self._held[bucket] = record(partial(self._compute, bucket))
+            self._held.hold(record, bucket)
 
     def release(self) -> None:
-        self._held.clear()
+        self._held.release()
 
     @torch.inference_mode()
     def compute(self, prompts: PromptRows, num_decodes: int) -> Tensor:
@@ -65,7 +65,7 @@ class LastLayerGraphs:
         count = num_decodes + len(prompts.sampling)
         bucket = bucket_for(self._buckets, count)
         self._put(prompts, num_decodes, count, bucket)
-        (self._held.get(bucket) or partial(self._compute, bucket))()
+        self._held.run(bucket)
         return self._state.logits[:count]
 
     def _put(self, prompts: PromptRows, num_decodes: int, count: int, bucket: int) -> None:

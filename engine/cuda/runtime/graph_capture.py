@@ -4,10 +4,11 @@ import math
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
+Size = TypeVar("Size")
 Launch = Callable[[], None]
 Record = Callable[[Launch], Launch]
 """What launches the same again: itself, or the replay of a graph of it."""
@@ -32,6 +33,30 @@ class GraphSet(Protocol):
     def release(self) -> None:
         """Nothing is held from now on."""
         ...
+
+
+class HeldLaunches(Generic[Size]):
+    """Launches by size: those that were recorded, and else what `launch_of` gives for a size."""
+
+    def __init__(self, launch_of: Callable[[Size], Launch]) -> None:
+        self._launch_of = launch_of
+        self._held: dict[Size, Launch] = {}
+
+    def __contains__(self, size: Size) -> bool:
+        return size in self._held
+
+    def __getitem__(self, size: Size) -> Launch:
+        """Return what was recorded. Raises KeyError if nothing was."""
+        return self._held[size]
+
+    def hold(self, record: Record, size: Size) -> None:
+        self._held[size] = record(self._launch_of(size))
+
+    def release(self) -> None:
+        self._held.clear()
+
+    def run(self, size: Size) -> None:
+        (self._held.get(size) or self._launch_of(size))()
 
 
 @contextmanager
