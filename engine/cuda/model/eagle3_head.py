@@ -140,7 +140,7 @@ class DeviceEagle3Head:
     def _finish(self, mixed: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return token and feature of rows whose attention is done; `residual` is overwritten."""
         weights, count = self.weights, len(residual)
-        read = self._rounded(mixed, weights.output, self._read)
+        read = self._products.as_read(weights.output, mixed, self._read)
         x = self._x.of(weights.gate_up, count)
         self._add_norm(weights.output, read, residual, weights.mlp_gain, x, rounding(weights.gate_up, count))
         gate_up, middle = self._gate_up[:count], self._middle.of(weights.down, count)
@@ -228,15 +228,6 @@ class DeviceEagle3Head:
             product.out, residual, gain, self.config.norm_eps, out.rows, out.scale,
             **finishing_arguments(matrix, x, product),
         )  # fmt: skip
-
-    def _rounded(self, rows: Tensor, matrix: Matrix, room: RowBuffer) -> Scaled:
-        """Return plain rows as a product with this matrix reads them."""
-        quant = rounding(matrix, len(rows))
-        if quant == "none":
-            return Scaled(rows, room.scale)
-        read = room.of(matrix, len(rows))
-        self._get("quant_fp8", QuantSpec(rows.shape[1], quant))(rows, read.rows, read.scale)
-        return read
 
     def _require_kernels(self, registry: Registry) -> None:
         """Raise ConfigError where no kernel attends from a given slot on, or the reference would be captured."""

@@ -115,6 +115,15 @@ class QuantizedLinear:
         numel = max((parts_numel(matrix, max_rows) for matrix in matrices), default=0)
         self._parts = torch.empty(numel, device=device)
 
+    def as_read(self, matrix: Matrix, rows: Tensor, room: RowBuffer) -> Scaled:
+        """Return plain rows as a product with this matrix reads them, in `room` if they are rounded."""
+        quant = rounding(matrix, len(rows))
+        if quant == "none":
+            return Scaled(rows, room.scale)
+        read = room.of(matrix, len(rows))
+        self._get("quant_fp8", QuantSpec(rows.shape[1], quant))(rows, read.rows, read.scale)
+        return read
+
     def unfinished(self, matrix: Matrix, x: Scaled, out: Tensor, adds: bool = True) -> SplitKPartials:
         """Without the bias, for a reader that applies scales, and adds up parts if `adds`.
 

@@ -208,7 +208,7 @@ class Transformer:
         `out`: the norm for what follows.
         """
         layer, config = self._weights.layers[index], self._config
-        read = self._as_read(layer.output, mixed, self._read)
+        read = self._products.as_read(layer.output, mixed, self._read)
         self._note(index, 0, read)
         if isinstance(layer.mlp, ExpertWeights):
             total = self._experts(layer, layer.mlp, read, residual)
@@ -320,15 +320,6 @@ class Transformer:
             rounded=self._rounds_queries,
         )
 
-    def _as_read(self, matrix: Matrix, rows: Tensor, room: RowBuffer) -> Scaled:
-        """Plain rows, as a product with this matrix reads them."""
-        quant = rounding(matrix, len(rows))
-        if quant == "none":
-            return Scaled(rows, room.scale)
-        read = room.of(matrix, len(rows))
-        self._get("quant_fp8", QuantSpec(rows.shape[1], quant))(rows, read.rows, read.scale)
-        return read
-
     def _experts(self, layer: DeviceLayerWeights, experts: ExpertWeights, mixed: Scaled, residual: Tensor) -> Tensor:
         """Adds attention to the residual; what the experts give, `[T, H]`."""
         x = Scaled(self._plain[: len(residual)], mixed.scale)
@@ -341,7 +332,7 @@ class Transformer:
 
     def _shared(self, mlp: MlpWeights, x: Tensor) -> Tensor:
         """What the shared expert makes of all rows, `[T, H]`: where `x` was."""
-        count, rows = len(x), self._as_read(mlp.gate_up, x, self._x)
+        count, rows = len(x), self._products.as_read(mlp.gate_up, x, self._x)
         middle = self._shared_middle.of(mlp.down, count)
         self._gated(mlp, rows, self._shared_gate_up[:count], middle)
         self._products(mlp.down, middle, x)
