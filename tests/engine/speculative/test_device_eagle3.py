@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from bench.models.transformers_oracle import greedy as oracle_greedy
 from checkpoint import open_checkpoint
@@ -32,17 +31,6 @@ LARGER = speculators(
 """A head beside the model of FUSIBLE."""
 WIDE = 2112
 """More columns than a product of few FP8 rows adds up in one part."""
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
-    folder = tmp_path_factory.mktemp("target")
-    return folder, save_tiny(folder, "llama")
-
-
-@pytest.fixture(scope="module")
-def head(target: tuple[Path, PreTrainedModel], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_head(tmp_path_factory.mktemp("head"), speculators(), open_checkpoint(str(target[0])).config)
 
 
 def drafting(folder: Path, head: Path, **changes: Any) -> Engine:
@@ -88,7 +76,7 @@ def count_right(noted: dict[tuple[int, ...], Draft], reference: ReferenceDrafts)
 
 @pytest.mark.parametrize("kind", ONE_LAYER)
 def test_each_kind_of_head_drafts_what_its_formulas_say(target, tmp_path: Path, kind: str):
-    """Behind right and wrong drafts, in a batch, with prompts in chunks, and behind prefix hits."""
+    """Drafts follow right and wrong ones, in a batch, with prompts in chunks, and behind prefix hits."""
     folder, model = target
     config = open_checkpoint(str(folder)).config
     stated = save_head(tmp_path, HEADS[kind], config)
@@ -222,7 +210,7 @@ def test_a_gpu_drafts_what_the_formulas_say(dtype: str, share: float, tmp_path: 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", ["float8", "float8-head"])
 def test_a_gpu_in_fp8_drafts_what_the_reference_kernels_do(dtype: str, tmp_path: Path):
-    """Behind texts that both have; rounding of random rows decides between some tokens."""
+    """Drafts behind texts that both have are compared; rounding of random rows decides between some tokens."""
     save_tiny(tmp_path, "llama", **FUSIBLE)
     head = save_head(tmp_path / "head", LARGER, open_checkpoint(str(tmp_path)).config)
     prompts = random_prompts(VOCAB, LENGTHS)

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import PreTrainedModel
 
 from bench.models.transformers_oracle import greedy as oracle_greedy
 from checkpoint import open_checkpoint
@@ -17,24 +16,12 @@ from tests.engine.driving import answers, greedy, random_prompts, settings
 from tests.engine.speculative.judged_drafts import judge, require_formulas
 from tests.engine.speculative.test_speculation import SAMPLINGS
 from tests.engine.speculative.tiny_heads import HEADS, ReferenceDrafts, save_head, specforge, speculators
-from tests.engine.tiny_models import VOCAB, save_tiny
+from tests.engine.tiny_models import VOCAB
 
 pytestmark = pytest.mark.slow
 
 LENGTHS = (1, 5, 16, 17, 40, 70)
 MAX_TOKENS, DRAFT_TOKENS = 30, 3
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
-    folder = tmp_path_factory.mktemp("target")
-    return folder, save_tiny(folder, "llama")
-
-
-@pytest.fixture(scope="module")
-def head(target: tuple[Path, PreTrainedModel], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = open_checkpoint(str(target[0])).config
-    return save_head(tmp_path_factory.mktemp("head"), speculators(), config)
 
 
 def engine_of(folder: Path, head: Path, **changes: Any) -> Engine:
