@@ -6,7 +6,6 @@ Each is a file, written once, by anyone.
 import errno
 import os
 import shutil
-import stat
 import uuid
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
@@ -15,7 +14,7 @@ from pathlib import Path
 from contracts.errors import OutOfBlocks, Unavailable
 from contracts.kv_store import BlockKey
 from kv_transfer.chunks.block_record import VERSION
-from process.path_presence import is_there
+from process.path_presence import is_folder, is_there
 
 _NOT_KEPT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
 """The errors of a folder that is full or read only, and can be read all the same."""
@@ -89,7 +88,7 @@ class SharedFolder:
         Made anew, a folder that is not mounted would fill the disk below.
         """
         try:
-            if not (is_there(self._folder) and stat.S_ISDIR(self._folder.stat().st_mode)):
+            if not is_folder(self._folder):
                 raise Unavailable(f"{self._folder} is no folder: make or mount it")
             yield
         except OSError as error:

@@ -3,7 +3,6 @@
 import argparse
 import os
 import shutil
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from contracts.errors import OutOfBlocks, Unavailable
 from kv_transfer.tiers.remote_store import open_record_store
 from kv_transfer.tiers.store_url import wrong_store_url
 from process.memory_limit import available_nbytes
-from process.path_presence import is_there
+from process.path_presence import is_folder, is_there
 
 GIB = 1 << 30
 Found = tuple[str, bool]
@@ -45,7 +44,7 @@ def _disk(folder: Path, gib: float, token_nbytes: int) -> Found:
     if not folder.is_absolute():
         return f"kv_disk is {str(folder)!r}: it must be an absolute path, such as {folder.absolute()}", False
     there = next(path for path in (folder, *folder.parents) if is_there(path))
-    if not stat.S_ISDIR(there.stat().st_mode) or not os.access(there, os.W_OK):
+    if not is_folder(there) or not os.access(there, os.W_OK):
         return f"kv_disk: {there} is no folder that can be written in: name another, or change its owner", False
     left = shutil.disk_usage(there).free / GIB
     words = f"kv_disk: {_holds(gib, token_nbytes)} in {folder}; {left:.1f} GiB are free there"
