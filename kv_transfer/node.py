@@ -46,8 +46,7 @@ class TransferNode:
     engine; or a device's; or those of all the layout's groups. `wake()` is called from transfer threads when `poll()`
     has something. `transports`: ready ones that replace those of the same name.
 
-    Raises ConfigError if it can't listen or lacks the requested transport, ValueError if the pool does not fit the
-    layout.
+    Raises ConfigError if it can't listen or lacks the requested transport, ValueError if pool and layout do not fit.
     """
 
     def __init__(
@@ -153,8 +152,9 @@ class TransferNode:
         Skipped are bad paths, and peers to which there is a link already, even if it is to a former incarnation. A link
         that fails is reported as a PeerDisconnected that belongs to no attempt.
         """
+        bad = self.bad_paths
         for peer in peers:
-            if self._table.outgoing(peer.worker_id) is None and peer.incarnation not in self.bad_paths:
+            if self._table.outgoing(peer.worker_id) is None and peer.incarnation not in bad:
                 self._outgoing_to(peer, was_asked=False)
 
     def offer(self, peer: WorkerRef, offer: Offer) -> None:
