@@ -1,9 +1,8 @@
 """The loss of KV: how it differs from what a worker computes for the same tokens.
 
 It is the name of a level of compression that loses something, or says in which other number format the KV was computed,
-and is empty for KV that is exact. KV that is computed after
-inexact KV is inexact, too. The loss is a part of a block's identity, so that nobody who asks for exact KV gets another
-(contracts.hashing.inexact_digest).
+and is empty for KV that is exact. KV that is computed after inexact KV is inexact, too. The loss is a part of a block's
+identity, so that nobody who asks for exact KV gets another (contracts.hashing.inexact_digest).
 """
 
 EXACT = ""

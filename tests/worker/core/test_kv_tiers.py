@@ -145,14 +145,19 @@ def test_no_fault_of_a_tier_is_a_wrong_token(folder: Path, expected: list):
     tiers.close()
 
 
-def test_another_rounding_on_the_same_folder_is_not_used(folder: Path, tmp_path: Path):
-    """Both keep KV in float32, of weights in float32 and in float16."""
+def engine_and_record(folder: Path, disk_folder: Path) -> tuple[Engine, Path]:
+    """Return an engine, and a record that it left on the disk."""
     engine = small_engine(folder)
-    tiers = join(engine, disk(engine, tmp_path))
+    tiers = join(engine, disk(engine, disk_folder))
     answer(engine, PROMPTS[0], "a")
     settled(tiers)
     tiers.close()
-    record = next(tmp_path.glob(f"v{VERSION}/*/*/*.kv"))
+    return engine, next(disk_folder.glob(f"v{VERSION}/*/*/*.kv"))
+
+
+def test_another_rounding_on_the_same_folder_is_not_used(folder: Path, tmp_path: Path):
+    """Both keep KV in float32, of weights in float32 and in float16."""
+    engine, record = engine_and_record(folder, tmp_path)
     key = BlockKey(bytes.fromhex(record.name.split(".")[0]))
     other = load_engine(settings(model=str(folder), dtype="float16"))
     assert other.layout.only_group == engine.layout.only_group
@@ -167,12 +172,7 @@ def test_another_rounding_on_the_same_folder_is_not_used(folder: Path, tmp_path:
 
 
 def test_another_dtype_on_the_same_folder_is_not_used(folder: Path, tmp_path: Path):
-    engine = small_engine(folder)
-    tiers = join(engine, disk(engine, tmp_path))
-    answer(engine, PROMPTS[0], "a")
-    settled(tiers)
-    tiers.close()
-    record = next(tmp_path.glob(f"v{VERSION}/*/*/*.kv"))
+    engine, record = engine_and_record(folder, tmp_path)
     # What no key would lead to: a foreign block under the very name that this layout looks for.
     other = load_engine(settings(model=str(folder), block_size=32))
     assert other.layout.shared_id != engine.layout.shared_id
