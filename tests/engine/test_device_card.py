@@ -104,7 +104,7 @@ def test_a_captured_step_gives_the_bits_of_an_eager_one(stepped, dtype):
     for num_rows in (1, 2, 5, 8):
         for is_greedy in (True, False):
             key = steps.key(num_rows, 300, is_greedy)
-            steps._step(key.num_rows, key.max_len)()
+            steps._step((key.num_rows, key.max_len))()
             eager, drawn = state.logits.clone(), state.sampled.clone()
             for _ in range(3):
                 state.logits.zero_()

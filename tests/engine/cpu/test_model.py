@@ -26,7 +26,7 @@ def chat(checkpoint, text: str) -> list[int]:
     return checkpoint.tokenizer().encode(turns).ids
 
 
-def with_logprobs(engine: Engine, prompts: list[list[int]]) -> list[list[tuple[int, float]]]:
+def with_logprobs(engine: Engine, prompts: list[list[int]]) -> list[list[tuple[int, float | None]]]:
     """Return the tokens of answers in one batch, with their log-probabilities."""
     for index, prompt in enumerate(prompts):
         engine.submit(request(str(index), prompt, greedy(NUM_TOKENS_OF_EACH_DTYPE, logprobs=0)))

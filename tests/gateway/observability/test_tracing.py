@@ -206,8 +206,16 @@ def test_traces_reach_a_collector_under_the_services_name(monkeypatch, variables
 
 
 def test_tracing_closes_though_nobody_takes_the_traces(monkeypatch) -> None:
-    monkeypatch.setenv(*next(iter(ENDPOINT.items())))
+    monkeypatch.setattr("gateway.observability.tracing.CLOSE_TIMEOUT_S", 0.2)
+    for name, value in (ENDPOINT | {"OTEL_EXPORTER_OTLP_TIMEOUT": "3"}).items():
+        monkeypatch.setenv(name, value)
+    before = set(threading.enumerate())
     tracing = open_tracing(ENDPOINT, "m", "0")
     assert tracing is not None
     record_one(tracing)
     tracing.close()
+    exporting = set(threading.enumerate()) - before
+    assert exporting, "close() must not wait for a send that goes on"
+    for thread in exporting:  # it draws its pauses from the one `random` that other tests replay
+        thread.join(30)
+        assert not thread.is_alive()
