@@ -35,7 +35,8 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     `max_model_len` is the longest prompt plus answer that it serves, in tokens. `layout` is what `layout_id` is the
     digest of, so that an error can say where two differ. Two workers can exchange KV if they have the model's groups of
-    layers in common, whatever optional ones each has beside them.
+    layers in common, whatever optional ones each has beside them. `synthetic_acceptance` is not 0.0 where drafted
+    tokens are kept without asking the model, to measure: then its answers are nonsense.
     """
 
     worker_id: WorkerId
@@ -52,6 +53,7 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     core_pid: int
     ways: TransferCapabilities
     layout: KVLayout | None = None
+    synthetic_acceptance: float = 0.0
 
     @property
     def send_words(self) -> list[str]:

@@ -1,6 +1,7 @@
 """The verification of drafts: which of their tokens the model would have drawn itself.
 
-engine.speculative proposes them; its rejection_sampling has the rule for tokens that a draft has drawn.
+engine.speculative proposes them; its acceptance_rule says which are kept, its rejection_sampling has the rule for
+tokens that a draft has drawn.
 """
 
 from engine.batch_sampling import TokenDraws
@@ -9,6 +10,7 @@ from engine.messages import EngineFailure, Sampled, Verified
 from engine.scheduler.draft_rows import DraftRows
 from engine.sequence import Sequence
 from engine.sequence_table import SequenceTable
+from engine.speculative.acceptance_rule import AcceptanceRule
 from engine.speculative.proposer import Draft
 from engine.speculative.speculator import Speculator
 from engine.stop_check import StopCheck
@@ -23,10 +25,16 @@ class DraftVerification:
     """
 
     def __init__(
-        self, draws: TokenDraws, table: SequenceTable, stop_check: StopCheck, speculator: Speculator, rows: DraftRows
+        self,
+        draws: TokenDraws,
+        table: SequenceTable,
+        stop_check: StopCheck,
+        speculator: Speculator,
+        rows: DraftRows,
+        rule: AcceptanceRule,
     ) -> None:
         self._draws, self._table, self._stop_check = draws, table, stop_check
-        self._speculator, self._rows = speculator, rows
+        self._speculator, self._rows, self._rule = speculator, rows, rule
 
     def verify(self, batch: InFlightBatch) -> tuple[list[Sampled], list[Verified], list[EngineFailure]]:
         """Return the tokens behind the first of each sequence, which it has, and what became of the drafts.
@@ -43,7 +51,7 @@ class DraftVerification:
         accepted = {sequence: 0 for _, sequence, _ in drafted}
         going_on = drafted
         for place in range(max((len(draft) for _, _, draft in drafted), default=0)):
-            going_on = [each for each in going_on if self._accepts(each[1], each[2], place)]
+            going_on = [each for each in going_on if self._rule.accepts(each[1], each[2], place)]
             for _, sequence, _ in going_on:
                 accepted[sequence] += 1
                 sequence.num_computed += 1  # the row of the drafted token has written its KV
@@ -65,10 +73,6 @@ class DraftVerification:
     def record_step(self, num_rows: int, span_s: float, is_ahead: bool, drafting_s: float) -> None:
         """Learn from a step of so many rows, all of answers, and of what its drafts took of it."""
         self._speculator.record_step(num_rows, span_s, is_ahead, drafting_s)
-
-    def _accepts(self, sequence: Sequence, draft: Draft, place: int) -> bool:
-        """Return whether the newest token is the one that the draft has in this place."""
-        return place < len(draft) and sequence.tokens[-1] == draft.token_ids[place]
 
     def _told(self, sequence: Sequence, draft: Draft, num_accepted: int) -> Verified:
         self._speculator.record_draft(sequence, draft, num_accepted)

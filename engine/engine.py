@@ -45,6 +45,7 @@ from engine.scheduler.scheduler import Scheduler, SchedulerLimits
 from engine.sequence import Status
 from engine.sequence_table import SequenceTable
 from engine.settings import EngineSettings
+from engine.speculative.acceptance_rule import acceptance_rule_of
 from engine.speculative.choice import head_name, speculator_of
 from engine.stats import engine_stats
 from engine.step_pipeline import StepPipeline
@@ -100,7 +101,8 @@ class Engine:
         draws = TokenDraws(self.runner, sampler, grammars, table, requests)
         verification = None
         if speculator is not None and draft_rows is not None:
-            verification = DraftVerification(draws, table, stop_check, speculator, draft_rows)
+            rule = acceptance_rule_of(settings)
+            verification = DraftVerification(draws, table, stop_check, speculator, draft_rows, rule)
         self.pipeline = StepPipeline(
             table, scheduler, pool, intake, grammars, requests, blocks, forward_pass, draws, stop_check, self.runner,
             max_mixed_tokens, clock, verification,

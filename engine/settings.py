@@ -23,7 +23,8 @@ class EngineSettings:
     model.
 
     `speculate`: what guesses tokens, see engine.speculative.choice, and `draft_tokens` of them at most for each answer
-    in a step; all of these always, unless `adapts_drafts`.
+    in a step; all of these always, unless `adapts_drafts`. `synthetic_acceptance`: tokens that a round gives whatever
+    the model says, see engine.speculative.acceptance_rule; 0.0: the model decides.
     """
 
     model: str = ""
@@ -43,5 +44,6 @@ class EngineSettings:
     speculate: str = "off"
     draft_tokens: int = 3
     adapts_drafts: bool = True
+    synthetic_acceptance: float = 0.0
     max_num_waiting: int = 1024
     cache_dir: Path = Path.home() / ".cache" / "tandem"

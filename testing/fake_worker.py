@@ -51,6 +51,7 @@ class FakeWorker:
     ways: TransferCapabilities | None = None
     max_model_len: int = 2048
     cached_tokens: int = 0
+    synthetic_acceptance: float = 0.0
     drafts: tuple[int, int] = (0, 0)
     script: Sequence[int] = ()
     load: NodeLoad = field(default_factory=NodeLoad)
@@ -118,6 +119,7 @@ class FakeWorker:
             core_pid=0,
             ways=self.ways or TransferCapabilities(memory="host", sends=["tcp"], takes={layout_id: ["tcp"]}),
             layout=self.layout,
+            synthetic_acceptance=self.synthetic_acceptance,
         )
         return Node(info=info, load=self.load, alive=True)
 

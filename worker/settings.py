@@ -98,6 +98,13 @@ class WorkerSettings(BaseSettings):
     draft_tokens: int = Field(
         3, ge=1, le=MAX_DRAFT_TOKENS, description="most tokens that are guessed of an answer at a time"
     )
+    synthetic_acceptance: float = Field(
+        0.0,
+        ge=0,
+        le=MAX_DRAFT_TOKENS + 1,
+        description="to measure with random weights: a step with a draft gives so many tokens on average, whatever the "
+        "model says of them; answers are nonsense then, and say so in system_fingerprint; 0: the model decides",
+    )
     itl_objective_ms: float = Field(
         0.0,
         ge=0,

@@ -13,8 +13,7 @@ of an engine that looks for drafts (suffix) in texts that have none.
 import argparse
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
@@ -27,7 +26,6 @@ from msgspec import structs
 from bench.engine.gpu import NUM_STEPS, NUM_WARM, PROMPT, answering, idle_share, load, random_requests, settled
 from bench.models.random_head import save_random_head
 from bench.report.result import ResultRow, shown, write_result
-from engine.draft_verification import DraftVerification
 from engine.engine import Engine
 from engine.sequence import Sequence as EngineSequence
 from engine.speculative.choice import PROPOSERS
@@ -65,7 +63,7 @@ def main() -> None:
     args = parser.parse_args()
     PROPOSERS["random"] = RandomProposer
     rows: list[ResultRow] = []
-    engine = loaded("random", adapts_drafts=False)
+    engine = loaded("random", adapts_drafts=False, synthetic_acceptance=args.acceptance)
     with settled(engine):
         for batch in args.batches:
             rows += measured(engine, batch, args.acceptance)
@@ -83,10 +81,10 @@ def main() -> None:
     _log.info("%s", path.with_suffix(".md").read_text(encoding="utf-8"))
 
 
-def loaded(drafter: str, adapts_drafts: bool) -> Engine:
+def loaded(drafter: str, **drafting: bool | float) -> Engine:
     """Return an engine of random weights that drafts so."""
     limits = {"max_model_len": 2048, "max_num_seqs": 64, "kv_cache_nbytes": 16 << 30}
-    return load("float8", "llama-8b", speculate=drafter, adapts_drafts=adapts_drafts, **limits)
+    return load("float8", "llama-8b", speculate=drafter, **drafting, **limits)
 
 
 def measured(engine: Engine, batch: int, acceptance: float) -> list[ResultRow]:
@@ -101,8 +99,7 @@ def measured(engine: Engine, batch: int, acceptance: float) -> list[ResultRow]:
         RandomProposer.length = length
         kept = min(acceptance, 1.0 + length)
         params = {"batch": batch, "drafted": length, "synthetic acceptance": kept}
-        with accepting(kept):
-            drafted = rounds(engine, batch, speculate=True)
+        drafted = rounds(engine, batch, speculate=True)
         rows.append(ResultRow("engine_round", drafted.ms, "ms", params, None, PEER, plain.ms))
         rows.append(ResultRow("engine_round_idle", drafted.idle, "", params, None, PEER, plain.idle))
         graph = graph_ms(engine, batch * (1 + length))
@@ -124,12 +121,12 @@ def head_rows(batches: Sequence[int], acceptance: float, plain: Mapping[int, flo
     """
     rows: list[ResultRow] = []
     with TemporaryDirectory() as folder:
-        engine = loaded(str(save_random_head(Path(folder))), adapts_drafts=False)
+        head = str(save_random_head(Path(folder)))
+        engine = loaded(head, adapts_drafts=False, synthetic_acceptance=acceptance)
         with settled(engine):
             for batch in batches:
                 params = {"batch": batch, "drafted": 3, "synthetic acceptance": acceptance}
-                with accepting(acceptance):
-                    drafted = rounds(engine, batch, speculate=True)
+                drafted = rounds(engine, batch, speculate=True)
                 found = {"draft": drafted_ms(engine, batch), "read": read_ms(engine, 4 * batch)}
                 rows.append(ResultRow("engine_head_round", drafted.ms, "ms", params, None, PEER, plain[batch]))
                 rows.append(ResultRow("engine_head_round_idle", drafted.idle, "", params))
@@ -180,21 +177,6 @@ def graph_ms(engine: Engine, num_rows: int) -> float:
     """Return the milliseconds of the captured step of so many rows, without the host."""
     held = engine.runner.launcher.steps.held(num_rows, PROMPT + MOST_TOKENS)  # type: ignore[attr-defined]
     return eager_us(held, count=10, groups=5) / 1e3
-
-
-@contextmanager
-def accepting(length: float) -> Iterator[None]:
-    """Keep as many drafted tokens as give `length` tokens a step on average, whatever was drawn."""
-    chances, ours = np.random.default_rng(5), DraftVerification._accepts
-
-    def accepts(_: DraftVerification, sequence: EngineSequence, draft: Draft, place: int) -> bool:
-        return place < len(draft) and chances.random() < length - 1.0 - place
-
-    DraftVerification._accepts = accepts  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        DraftVerification._accepts = ours  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

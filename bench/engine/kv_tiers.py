@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.report.result import ResultRow, commit_of, write_result
+from bench.report.result import ResultRow, checkout, commit_of, write_result
 from coordinator.store.local_server import RedisServer
 
 SERVER = Path(__file__).with_name("prompt_server.py")
@@ -98,7 +98,7 @@ def served(pool_tokens: int, *options: str, checkout: Path = HERE) -> Iterator[S
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer", type=Path, help="a checkout without tiers, for the second turn")
+    parser.add_argument("--peer", type=checkout, help="a checkout without tiers, for the second turn")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--note", default="", help="what should be known of the run, such as a busy machine")
     parser.add_argument("--out", type=Path)
@@ -158,7 +158,7 @@ def second_turn(rounds: int, peer: Path | None) -> list[ResultRow]:
         return []
     pool = TURN_BEFORE + 256
     taken: dict[str, list[float]] = {"ours": [], "peer": []}
-    with served(pool, "--kv-host-gib", str(HOST_GIB)) as ours, served(pool, checkout=peer.resolve()) as theirs:
+    with served(pool, "--kv-host-gib", str(HOST_GIB)) as ours, served(pool, checkout=peer) as theirs:
         for _ in range(2 * rounds):
             first, other, new = random_tokens(TURN_BEFORE - 32), random_tokens(TURN_BEFORE), random_tokens(NEW_TURN)
             for name, engine in (("ours", ours), ("peer", theirs)):

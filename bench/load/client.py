@@ -29,6 +29,7 @@ class StreamResult:
     several tokens into one event. `num_tokens` is what the server's `usage` says, or without it the number of those
     events. `reason` says in words that can be counted why the answer did not end well, `error` the same with the
     server's words; both are empty if it did. `refusal` is the HTTP status by which the server refused, or 0.
+    `fingerprint` is the system_fingerprint that it told.
     """
 
     ttft_s: float = 0.0
@@ -39,6 +40,7 @@ class StreamResult:
     error: str = ""
     text: str = ""
     refusal: int = 0
+    fingerprint: str = ""
 
 
 class BrokenStream(Exception):
@@ -155,6 +157,8 @@ class _StreamTimer:
         One that ends the answer and has no text does not, if others came before.
         """
         now, answer, choices = time.perf_counter(), self._answer, self._choices(event)
+        if isinstance(event, dict) and isinstance(said := event.get("system_fingerprint"), str):
+            answer.fingerprint = said
         self._is_finished = self._is_finished or any(choice.get("finish_reason") for choice in choices)
         answer.text += "".join(choice.get("text") or "" for choice in choices)
         is_end = all(choice.get("finish_reason") and not choice.get("text") for choice in choices)

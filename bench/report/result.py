@@ -3,6 +3,7 @@
 A file says what was measured, on which machine, with which versions, beside which limit and which peer.
 """
 
+import argparse
 import hashlib
 import importlib.metadata
 import json
@@ -145,6 +146,17 @@ def commit_of(checkout: Path | None = None) -> str:
     command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
     done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=10, check=False)
     return done.stdout.strip() or "unknown"
+
+
+def checkout(text: str) -> Path:
+    """Return the whole path of another checkout, for argparse.
+
+    A child that runs in a folder would look for a path from there, not find it, and measure this checkout's code.
+    """
+    folder = Path(text).resolve()
+    if not (folder / "pyproject.toml").is_file():
+        raise argparse.ArgumentTypeError(f"{folder} is no checkout of this project: `git worktree add {text} COMMIT`")
+    return folder
 
 
 def _module() -> str:

@@ -64,11 +64,17 @@ def main() -> int:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=None, help="result file")
-    parser.add_argument("--before", type=Path, default=None, help="a checkout to measure beside this one")
+    parser.add_argument("--before", type=_checkout, default=None, help="a checkout to measure beside this one")
     parser.add_argument("--pools", type=int, nargs="+", default=POOLS, help="numbers of workers")
     parser.add_argument("--child", default="", help=argparse.SUPPRESS)
     parser.add_argument("--given", default="", help=argparse.SUPPRESS)
     return parser.parse_args()
+
+
+def _checkout(text: str) -> Path:
+    from bench.report.result import checkout  # late: a child may run with the packages of an older commit
+
+    return checkout(text)
 
 
 def _rows(num_workers: int, num_gateways: int, before: Path | None) -> list[Any]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from bench.load.client import StreamResult, answered, random_prompt
-from bench.report.result import ResultRow, commit_of, write_result
+from bench.report.result import ResultRow, checkout, commit_of, write_result
 from bench.system.local_system import model_of
 from bench.system.services import Services
 
@@ -32,12 +32,12 @@ _log = logging.getLogger(__name__)
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkout", type=Path, help="the other checkout, whose code the same Python runs")
+    parser.add_argument("checkout", type=checkout, help="the other checkout, whose code the same Python runs")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--note", default="", help="what should be known of the run, such as a busy machine")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    rows = asyncio.run(measure({"here": HERE, "there": args.checkout.resolve()}, args.rounds))
+    rows = asyncio.run(measure({"here": HERE, "there": args.checkout}, args.rounds))
     config = {"rounds": args.rounds, "peer": commit_of(args.checkout), "note": args.note}
     rows = [row_of(name, prompt, *both, config["peer"]) for (name, prompt), both in rows.items()]
     _log.info("%s", write_result(args.out, "two-checkouts", rows, config).with_suffix(".md").read_text("utf-8"))

@@ -27,6 +27,10 @@ def speculator_of(settings: EngineSettings, max_model_len: int, drafter: Propose
     """
     name = proposer_name(settings.speculate, settings.device)
     if name is None:
+        if settings.synthetic_acceptance:
+            raise ConfigError(
+                f"synthetic_acceptance needs drafts, and speculate is '{settings.speculate}': name a drafter"
+            )
         return None
     if settings.draft_tokens < 1:
         raise ConfigError(f"draft_tokens is {settings.draft_tokens}; a draft has 1 token at least: speculate=off")

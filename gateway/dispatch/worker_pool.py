@@ -32,7 +32,7 @@ class WorkerPool:
     `on_event` gets every event in stream order; `on_lost` is called when a worker's requests can't go on.
 
     Workers of another model than `model` are passed over: their tokens are other words. They are `strange`, and not to
-    be chosen by placement, which looks at no model.
+    be chosen by placement, which looks at no model. `synthetic_acceptance` is the greatest that a worker states.
     """
 
     def __init__(
@@ -42,6 +42,7 @@ class WorkerPool:
         self._infos: list[NodeInfo] = []
         self._misfits: dict[WorkerId, str] = {}
         self.strange: list[WorkerId] = []
+        self.synthetic_acceptance = 0.0
         self._secret, self._on_event, self._on_lost = secret, on_event, on_lost
         self._links: dict[WorkerId, WorkerLink] = {}
         self._leaving: set[asyncio.Task[None]] = set()
@@ -171,6 +172,7 @@ class WorkerPool:
         if infos == self._infos:
             return  # what a worker can do it states once: most looks bring no more than other loads
         self._infos = infos
+        self.synthetic_acceptance = max((info.synthetic_acceptance for info in infos), default=0.0)
         before, self._misfits = self._misfits, incompatible_workers(infos, self._model)
         for worker_id in self._misfits.keys() - before.keys():  # said once, not at each look
             log.warning("worker %s: %s", worker_id, self._misfits[worker_id])

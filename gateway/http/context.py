@@ -55,7 +55,9 @@ class AppContext:
 
     @property
     def fingerprint(self) -> str:
-        return f"tandem-{self.version}"
+        """Return what answers say of the system that made them, that they are a measurement's nonsense among it."""
+        synthetic = self.dispatch.workers.synthetic_acceptance
+        return f"tandem-{self.version}" + (f"-synthetic-acceptance-{synthetic:g}" if synthetic else "")
 
     def spelling(self, asked: Detailed) -> Spelling:
         """Return how tokens are named in this request's log-probabilities."""

@@ -207,6 +207,7 @@ class Sweep:
                 self.measured.append(measured)
                 with following(point) as tell:
                     await measure(http, server, measured, options.seed, tell)
+                self.config["system_fingerprints"] = fingerprints(self.measured)
 
 
 def points_of(options: argparse.Namespace) -> Iterator[Point]:
@@ -253,6 +254,11 @@ def following(point: Point) -> Iterator[Callable[[StreamResult], None]]:
         console.print(f"{point}: {counts['done']} requests, {counts['failed']} failed", soft_wrap=True)
 
 
+def fingerprints(measured: Sequence[Measured]) -> list[str]:
+    """Return what the servers said of themselves in answers, such as that their acceptance of drafts is synthetic."""
+    return sorted({answer.fingerprint for one in measured for answer in one.answers if answer.fingerprint})
+
+
 def show(measured: Sequence[Measured], rows: Sequence[ResultRow]) -> None:
     """Print a table for each pair of lengths with a column for each point, at most 80 wide on a terminal."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
@@ -260,6 +266,9 @@ def show(measured: Sequence[Measured], rows: Sequence[ResultRow]) -> None:
         points = list(group)
         for begin in range(0, len(points), MAX_COLUMNS):
             console.print(table(f"{each} tokens in and out", points[begin : begin + MAX_COLUMNS], rows), "")
+    for said in fingerprints(measured):
+        if "synthetic" in said:
+            console.print(f"{said}: how many drafted tokens count was set, not found", soft_wrap=True)
     for one in measured:
         for reason, count in one.reasons.most_common():
             first = next(answer.error for answer in one.answers if answer.reason == reason)

@@ -99,7 +99,8 @@ async def good(writer: asyncio.StreamWriter, num_tokens: int) -> None:
 async def bare_end(writer: asyncio.StreamWriter, num_tokens: int) -> None:
     """Answer as Tandem does: the reason may come by itself, and three tokens may make one character."""
     usage = event(choices=[], usage={"completion_tokens": num_tokens})
-    writer.write(STREAM + token("…") + token() * (num_tokens - 3) + token("", finish="length") + usage + DONE)
+    named = event(choices=[{"text": "", "finish_reason": "length"}], system_fingerprint="tandem-1.2.3-synthetic-2")
+    writer.write(STREAM + token("…") + token() * (num_tokens - 3) + named + usage + DONE)
 
 
 async def merged(writer: asyncio.StreamWriter, num_tokens: int) -> None:

@@ -1,14 +1,16 @@
 """A result file says what was measured, on what, how to repeat it; its page says the same."""
 
+import argparse
 import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from bench.report import result
-from bench.report.result import ResultRow, config_digest, hardware, page, write_result
+from bench.report.result import ResultRow, checkout, config_digest, hardware, page, write_result
 
 ROWS = [
     ResultRow("copy", 30.0, "GB/s", {"tokens": 128}, limit=40.0, peer="memcpy", peer_value=20.0),
@@ -115,3 +117,12 @@ def test_make_bench_refuses_a_benchmark_that_does_not_exist():
     assert done.returncode == 2
     assert "no benchmark is called engin" in done.stderr and "engine" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_another_checkout_is_its_whole_path_wherever_a_child_runs(tmp_path: Path, monkeypatch):
+    (tmp_path / "old").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(argparse.ArgumentTypeError, match="old is no checkout of this project"):
+        checkout("old")
+    (tmp_path / "old" / "pyproject.toml").touch()
+    assert checkout("old") == checkout("../" + tmp_path.name + "/old") == (tmp_path / "old").resolve()

@@ -65,6 +65,8 @@ async def test_a_sweep_is_a_table_a_result_file_and_plots(tmp_path: Path) -> Non
     result = json.loads((tmp_path / "new" / "result.json").read_text())
     assert result["what"] == "serve" and result["config"]["model"] == "m"
     assert result["config"]["server_version"] == "1.2.3"
+    assert result["config"]["system_fingerprints"] == ["tandem-1.2.3-synthetic-2"]
+    assert "tandem-1.2.3-synthetic-2: how many drafted tokens count was set, not found\n" in done.stdout
     named = {(row["name"], row["params"]["lengths"], row["params"]["users"]): row["value"] for row in result["rows"]}
     assert named["requests", "16/4", 2] == 4 and named["TTFT p50", "8/4", 1] > 0
     written = sorted(path.name for path in (tmp_path / "new").iterdir())

@@ -131,6 +131,7 @@ def engine_settings(settings: WorkerSettings) -> EngineSettings:
         itl_objective_s=settings.itl_objective_ms / 1e3,
         speculate=settings.speculate,
         draft_tokens=settings.draft_tokens,
+        synthetic_acceptance=settings.synthetic_acceptance,
         num_threads=settings.num_threads or None,
         spare_nbytes=device_staging_nbytes(settings.transfer) if on_gpu else 0,
     )

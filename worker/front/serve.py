@@ -150,6 +150,7 @@ def _node_info(
         core_pid=core.pid,
         ways=ready.capabilities,
         layout=ready.layout,
+        synthetic_acceptance=settings.synthetic_acceptance,
     )
 
 

@@ -232,11 +232,28 @@ def test_a_token_that_can_not_be_drawn_within_a_draft_fails_that_request_alone(f
     [
         ({"speculate": "eagle"}, "speculate is 'eagle'; it may be auto, off, ngram, suffix"),
         ({"speculate": "ngram", "draft_tokens": 0}, "draft_tokens is 0; a draft has 1 token at least"),
+        ({"synthetic_acceptance": 2.0}, "synthetic_acceptance needs drafts, and speculate is 'off'"),
+        ({"speculate": "ngram", "synthetic_acceptance": 4.5}, "is 4.5; a round with draft_tokens 3 gives 1 to 4"),
+        ({"speculate": "ngram", "synthetic_acceptance": 0.5}, "is 0.5; a round with draft_tokens 3 gives 1 to 4"),
     ],
 )
 def test_what_can_not_draft_is_refused_by_the_name_of_the_field(folder: Path, changes, words):
     with pytest.raises(ConfigError, match=words):
         load_engine(settings(model=str(folder), **changes))
+
+
+@pytest.mark.parametrize("length", [1.0, 2.4, 4.0])
+def test_synthetic_acceptance_keeps_so_many_tokens_whatever_the_model_says(folder: Path, knowing, monkeypatch, length):
+    prompts = random_prompts(VOCAB, [9] * 16)
+    learn(knowing, prompts, answers(load_engine(settings(model=str(folder))), prompts, greedy(100)))
+    monkeypatch.setattr(knowing, "wrong", 1.0)
+    engine = load_engine(
+        settings(model=str(folder), speculate="knowing", adapts_drafts=False, synthetic_acceptance=length)
+    )
+    assert [len(answer) for answer in answers(engine, prompts, greedy(100))] == [100] * 16
+    stats = engine.stats()
+    # A draft of three has room for them all; the last one or two of an answer are cut.
+    assert sum(stats.num_accepted_by_place) / stats.num_drafts == pytest.approx(length - 1.0, abs=0.1)
 
 
 @pytest.mark.parametrize("alike", [True, False])

@@ -5,6 +5,8 @@ import asyncio
 import openai
 import pytest
 
+from tests.gateway.gateway_rig import gateway, pair
+
 TEXT = "The quick brown fox jumps over the lazy dog. "
 SAY = [{"role": "user", "content": "héllo 😀 wörld"}]
 
@@ -22,6 +24,17 @@ async def test_a_completion_is_whole(rig, client):
     assert reply.choices[0].finish_reason == "length"
     assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (len(ids), len(ids))
     await rig.until(rig.is_idle)
+
+
+async def test_an_answer_whose_acceptance_was_set_says_so(checkpoint, rig, client):
+    ask = {"model": rig.front.model, "prompt": TEXT, "max_tokens": 2}
+    assert (await client.completions.create(**ask)).system_fingerprint == f"tandem-{rig.front.version}"
+    async with (
+        gateway(checkpoint, pair(synthetic_acceptance=2.8)) as measuring,
+        openai.AsyncOpenAI(base_url=f"{measuring.url}/v1", api_key="x", max_retries=0) as client,
+    ):
+        reply = await client.completions.create(**ask)
+    assert reply.system_fingerprint == f"tandem-{rig.front.version}-synthetic-acceptance-2.8"
 
 
 async def test_a_streamed_chat_equals_the_whole_one(rig, client):
