@@ -1,4 +1,4 @@
-"""The rule by which drafted tokens are kept: the model's own tokens, or a fixed number to measure with."""
+"""The rule by which drafted tokens are kept: the model's own, or a fixed number to measure with."""
 
 import random
 from typing import Protocol
@@ -25,10 +25,11 @@ class ModelsToken:
 
 
 class SyntheticAcceptance:
-    """Keeps as many drafted tokens as give `length` tokens a round on average, the round's own token included.
+    """Keeps as many drafted tokens as give `length` tokens a round on average.
 
-    What the model says of them does not matter, so answers are nonsense: random weights, which foretell nothing, are
-    measured with the acceptance that a trained drafter has. A draft shorter than `length` - 1 gives what it has.
+    The round's own token is one of them. What the model says of the others does not matter, so answers are nonsense:
+    random weights, which foretell nothing, are measured with the acceptance that a trained drafter has. A draft shorter
+    than `length` - 1 gives what it has.
     """
 
     def __init__(self, length: float) -> None:

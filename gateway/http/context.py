@@ -55,7 +55,7 @@ class AppContext:
 
     @property
     def fingerprint(self) -> str:
-        """Return what answers say of the system that made them, that they are a measurement's nonsense among it."""
+        """Return what answers say of the system, also that they are a measurement's nonsense."""
         synthetic = self.dispatch.workers.synthetic_acceptance
         return f"tandem-{self.version}" + (f"-synthetic-acceptance-{synthetic:g}" if synthetic else "")
 

@@ -255,7 +255,7 @@ def following(point: Point) -> Iterator[Callable[[StreamResult], None]]:
 
 
 def fingerprints(measured: Sequence[Measured]) -> list[str]:
-    """Return what the servers said of themselves in answers, such as that their acceptance of drafts is synthetic."""
+    """Return what servers said of themselves, such as that their acceptance of drafts is set."""
     return sorted({answer.fingerprint for one in measured for answer in one.answers if answer.fingerprint})
 
 
