@@ -112,7 +112,8 @@ class DiskTier:
         with self._lock:
             if key in self._places:
                 return True
-            gone = self._policy.add(key, len(record), worth)
+            policy = self._policy
+            gone = policy.add(key, len(record), worth)
             self._doomed += filter(None, [self._places.pop(other, "") for other in gone])
         for other in gone:
             self.held.remove(other)
@@ -130,14 +131,20 @@ class DiskTier:
             with self._lock:
                 self._policy.remove(key)
             return False
-        if is_kept:
-            self._on_written()
-            with self._lock:
+        if not is_kept:
+            return False
+        self._on_written()
+        with self._lock:
+            is_counted = self._policy is policy
+            if is_counted:
                 self._places[key] = place
-                self._policy.capacity_nbytes += self._stuck.pop(place, 0)  # it was written over
-            self.held.add(key, worth.num_blocks)
-            self._stats.stored(len(record))
-        return is_kept
+                policy.capacity_nbytes += self._stuck.pop(place, 0)  # it was written over
+        if not is_counted:  # the folder was indexed anew meanwhile, maybe before this file was in it
+            self._forget_file(key, place)
+            return False
+        self.held.add(key, worth.num_blocks)
+        self._stats.stored(len(record))
+        return True
 
     def evict(self, keys: Iterable[BlockKey]) -> None:
         for key in keys:
@@ -151,6 +158,12 @@ class DiskTier:
                 except OSError:
                     with self._lock:
                         self._doomed.append(place)
+
+    def _forget_file(self, key: BlockKey, place: str) -> None:
+        """Remove a record of which it is not known whether the index has it."""
+        self.evict([key])
+        with suppress(OSError):  # it is gone, or the next index counts it
+            self._files.remove(place)
 
     def stats(self) -> dict[str, float]:
         with self._lock:

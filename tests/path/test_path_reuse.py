@@ -10,7 +10,7 @@ import pytest
 from contracts.errors import Overloaded
 from contracts.events import Failed, Finished, Prefilled, Tokens
 from contracts.handoff import Grant, Offer
-from contracts.ids import Epoch, RequestId
+from contracts.ids import Epoch, RequestId, WorkerId
 from contracts.layout import KVGroup
 from contracts.node import WorkerRole
 from contracts.request import Cancel, Job, Route
@@ -22,7 +22,7 @@ from tests.e2e.tiny import save_tiny
 from tests.path.cores import DEADLINE_S, GATEWAY, Worker
 from tests.waiting import until
 from worker.core.peer_prefixes import PeerPrefixes
-from worker.core.prefix_puller import PrefixPuller, Pull
+from worker.core.prefix_puller import HOST_PACE, PrefixPuller, Pull
 from worker.core.role_handler import AttemptId, attempt_key
 from worker.messages import CoreFrame, Work
 
@@ -197,7 +197,7 @@ def test_nobody_waits_for_a_peer_that_has_nothing(pool: Pool, expected: Callable
 
 
 def test_a_peer_that_does_not_answer_is_given_up(pool: Pool) -> None:
-    """Its late offer is refused, and nothing of the pull stays at either end."""
+    """Its late offer is refused, nothing of the pull stays at either end, and no other peer is thought slow for it."""
     prompt = first_turn(pool)
     pool.tokens_per_s = 1000.0
     pool.silent = {WorkerRole.MIXED}
@@ -206,6 +206,10 @@ def test_a_peer_that_does_not_answer_is_given_up(pool: Pool) -> None:
     assert pool.counters()["kv_peer_given_up"] == 1
     late_s = pool.workers[WorkerRole.PREFILL].engine.sequences[attempt_key(*_id(job))].late_s
     assert late_s >= MAX_DELAY_SHARE * len(prompt) / 1000, "tiers here may not take their tenth as well"
+    assert job.route.source is not None
+    rate_of = pool.prefixes[WorkerRole.PREFILL]._puller._rate_of
+    silent, another = rate_of(job.route.source.worker_id), rate_of(WorkerId("another"))
+    assert silent.nbytes_per_s < another.nbytes_per_s == HOST_PACE.nbytes_per_s
     pool.silent = set()
     pool.ask(pool.job(NEXT, pool.workers[WorkerRole.MIXED], pool.workers[WorkerRole.MIXED]))
     pool.assert_clean()

@@ -31,6 +31,8 @@ MAX_PULLS = 8
 MAX_BLOCKS = 2048
 """The blocks that one pull asks for at most: their digests fit a message."""
 MAX_OVER = 256
+MAX_RATED = 256
+"""The sources whose rates are remembered: one that was not asked for longer is taken for a new one."""
 DRAIN_WAIT_S = 0.05
 """How long a prompt waits for the end of a writer here, so that what came before a pull was given up is of use."""
 
@@ -106,7 +108,7 @@ class PrefixPuller:
         self._open: dict[AttemptId, Pull] = {}
         self._draining: dict[AttemptId, Pull] = {}
         self._over: OrderedDict[AttemptId, None] = OrderedDict()
-        self._rate = TierRate(pace.nbytes_per_s, pace.latency_s)
+        self._rates: OrderedDict[WorkerId, TierRate] = OrderedDict()
         names = ("loads", "hit_blocks", "bytes_out", "load_seconds", "refused", "given_up", "failed", "quarantined")
         self._counters = {f"kv_peer_{name}": 0.0 for name in names}
 
@@ -120,14 +122,14 @@ class PrefixPuller:
         source, held = job.route.source, self._engine.prefix_exports.count(digests, attempt.loss)
         missing = digests[held : held + MAX_BLOCKS]
         tokens_per_s = self._tokens_per_s()
-        block_s = self._engine.layout.block_nbytes / self._rate.nbytes_per_s
-        best = TierOffer("peer", len(missing), self._rate.latency_s, block_s)
         if source is None or len(self._open) >= MAX_PULLS or not missing or not self._node.checks_chunks:
             return False
         if not tokens_per_s:  # whether a pull pays, and when it is late, is told by what computing takes
             return False
+        rate = self._rate_of(source.worker_id)
+        best = TierOffer("peer", len(missing), rate.latency_s, self._engine.layout.block_nbytes / rate.nbytes_per_s)
         if not plan_load([best], held * size, size, tokens_per_s).parts:
-            self._rate.passed_over()
+            rate.passed_over()
             return False
         if not self._node.ensure_link(source):  # a prompt waits for no connection: the next one finds it
             return False
@@ -200,7 +202,7 @@ class PrefixPuller:
         for pull in list(self._open.values()):
             if now - pull.began_s > self._limit_s(pull):
                 self._counters["kv_peer_given_up"] += 1
-                self._rate.add(max(pull.chunks.nbytes, 1), now - pull.began_s)
+                self._rate_of(pull.peer.worker_id).add(max(pull.chunks.nbytes, 1), now - pull.began_s)
                 self._give_up(pull, "computing is faster", now)
         for pull in [pull for pull in self._draining.values() if now - pull.ended_s > DRAIN_WAIT_S]:
             self._go_on(pull)
@@ -217,6 +219,14 @@ class PrefixPuller:
     def counters(self) -> dict[str, float]:
         """Return all that counts up, by metric names."""
         return self._counters
+
+    def _rate_of(self, source: WorkerId) -> TierRate:
+        """Return what was measured of this source: its link and its host may be slower than others'."""
+        rate = self._rates.setdefault(source, TierRate(self._pace.nbytes_per_s, self._pace.latency_s))
+        self._rates.move_to_end(source)
+        if len(self._rates) > MAX_RATED:
+            self._rates.popitem(last=False)
+        return rate
 
     def _knows(self, id_: AttemptId) -> bool:
         return id_ in self._open or id_ in self._draining or id_ in self._over
@@ -272,7 +282,7 @@ class PrefixPuller:
         chunks = pull.chunks
         if not pull.is_timed and chunks.next_token >= pull.ready_end:
             pull.is_timed = True
-            self._rate.add(chunks.nbytes, now - pull.answered_s)
+            self._rate_of(pull.peer.worker_id).add(chunks.nbytes, now - pull.answered_s)
         self._end_if_whole(pull, now)
 
     def _on_lower_offer(self, pull: Pull, offer: Offer, num_tokens: int, now: float) -> None:

@@ -353,6 +353,31 @@ def test_a_removal_that_fails_while_the_folder_is_indexed_anew_costs_no_file_of_
     tier.close()
 
 
+@pytest.mark.parametrize("is_before", [True, False])
+def test_no_file_is_left_uncounted_by_an_index_that_is_made_while_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_before: bool
+):
+    clock, write = Clock(), RecordFiles.write
+    tier = open_tier(tmp_path, clock=clock)
+    assert store(tier, 1)
+
+    def index_and_write(files: RecordFiles, place: str, record: memoryview) -> None:
+        if not is_before:
+            write(files, place, record)
+        tier._unreadable = "a read failed"
+        clock.now += RETRY_S
+        assert tier.lookup([key_of(1)]) == 0 and tier.wait_until_indexed(30)
+        if is_before:
+            write(files, place, record)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RecordFiles, "write", index_and_write)
+        assert not store(tier, 2)
+    assert tier.stats()["blocks"] == len(files_in(tmp_path)) == 1
+    assert store(tier, 2) and holds(tier, 1) and holds(tier, 2)
+    tier.close()
+
+
 def test_a_folder_that_can_not_be_indexed_turns_it_off_in_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
