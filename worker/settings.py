@@ -93,7 +93,8 @@ class WorkerSettings(BaseSettings):
         "off",
         description="guess tokens of answers and verify several in one step: auto, off, ngram (from the request's "
         "text), suffix (from earlier answers too; auto takes it on a CPU), eagle3 (the model's own head), "
-        "suffix+eagle3 (the head where the text says nothing) or the folder of a head, with a /",
+        "suffix+eagle3 (the head where the text says nothing), or the path of a head's folder or of a smaller model, "
+        "with a /",
     )
     draft_tokens: int = Field(
         3, ge=1, le=MAX_DRAFT_TOKENS, description="most tokens that are guessed of an answer at a time"
@@ -131,7 +132,9 @@ class WorkerSettings(BaseSettings):
     @classmethod
     def _names_a_drafter(cls, name: str) -> str:
         if name not in DRAFTERS and "/" not in name:
-            raise ValueError(f"it may be {', '.join(DRAFTERS)}, or the folder of an EAGLE3 head, with a /")
+            raise ValueError(
+                f"it may be {', '.join(DRAFTERS)}, or the path of an EAGLE3 head or of a smaller model, with a /"
+            )
         return name
 
     @field_validator("kv_store")

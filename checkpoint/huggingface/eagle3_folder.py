@@ -57,6 +57,15 @@ def shipped_head(name: str) -> Path | None:
     return folder if (folder / "config.json").exists() else None
 
 
+def is_eagle3(folder: Path) -> bool:
+    """Return whether the folder has a head's config.json, of whatever kind, or none at all."""
+    if not (folder / "config.json").exists():
+        return True
+    stated = read_json(folder / "config.json", missing="is no EAGLE3 head")
+    architectures = stated.get("architectures")
+    return "speculators_model_type" in stated or (isinstance(architectures, list) and _SPECFORGE in architectures)
+
+
 def read_eagle3(stated: Mapping[str, Any], target: ModelConfig, source: str) -> Eagle3Config:
     """Return what a config.json says; raise ConfigError that names the field which does not fit."""
     dialect = _dialect(stated, source)

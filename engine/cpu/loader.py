@@ -8,6 +8,7 @@ from checkpoint import Checkpoint, Progress
 from engine.backend import Backend, Drafting
 from engine.cache.sizing import blocks_in, cache_nbytes, kv_layout, log_capacity, model_len
 from engine.cpu.decoder import Decoder
+from engine.cpu.draft_model.loader import open_draft_model
 from engine.cpu.eagle3.drafter import Eagle3Drafter
 from engine.cpu.eagle3.loader import open_head
 from engine.cpu.eagle3.torch_head import load_torch_head
@@ -43,7 +44,8 @@ def load_cpu_backend(settings: EngineSettings, checkpoint: Checkpoint, progress:
     number_format = FORMATS[dtype]
     layout = kv_layout(checkpoint, settings.block_size, number_format.kv_dtype, dtype)
     head = open_head(settings, checkpoint, layout)
-    draft_nbytes = 0 if head is None else head.block_nbytes
+    draft = open_draft_model(settings, checkpoint, layout, dtype)
+    draft_nbytes = sum(each.block_nbytes for each in (head, draft) if each is not None)
     num_blocks = blocks_in(cache_nbytes(settings, layout, available_nbytes()), layout, draft_nbytes)
     max_model_len = model_len(checkpoint, settings, num_blocks * layout.block_size)
     weights = load_weights(checkpoint.config, source, number_format, progress)
@@ -60,12 +62,16 @@ def load_cpu_backend(settings: EngineSettings, checkpoint: Checkpoint, progress:
             own = load_native_head(tensors, kernels, drafts, rows, max_model_len)
         drafter = Eagle3Drafter(own, drafts)
         drafting, whole = Drafting(drafter, CpuRunner(model, cache, drafter)), JointCache(cache, drafts.pages)
+    runner = CpuRunner(model, cache)
+    if draft is not None:
+        drafting, pages = draft.drafting(runner, num_blocks, settings, progress)
+        whole = JointCache(cache, pages)
     _log.info("%s ready: %s, context of %d tokens", checkpoint.name, dtype, max_model_len)
     log_capacity(layout, num_blocks, draft_nbytes)
     # Where prompts and answers are computed in different formats, an answer's KV is not what a prompt's would be.
     caches_decoded_kv = number_format.is_uniform
     sampler = Sampler(checkpoint.eos_token_ids)
-    return Backend(whole, CpuRunner(model, cache), sampler, dtype, max_model_len, caches_decoded_kv, drafting=drafting)
+    return Backend(whole, runner, sampler, dtype, max_model_len, caches_decoded_kv, drafting=drafting)
 
 
 def _kernels_of_head(settings: EngineSettings, config: Eagle3Config) -> NativeKernels | None:

@@ -20,7 +20,8 @@ from engine.model_loader.checkpoint_weights import WeightSource
 from engine.model_loader.decoder_tensors import ModelTensors
 from engine.model_loader.eagle3_tensors import Eagle3Tensors
 from engine.settings import MAX_DRAFT_TOKENS, EngineSettings
-from engine.speculative.named_head import open_named_head
+from engine.speculative.choice import head_name
+from engine.speculative.named_drafter import open_named_head
 from kernels.registry import Registry
 from models.config import ModelConfig
 
@@ -90,6 +91,8 @@ def open_draft_head(
     """
     folder = open_named_head(settings, checkpoint)
     if folder is None:
+        if (name := head_name(settings.speculate)) is not None:
+            raise ConfigError(f"speculate is '{name}', a draft model; they draft on CPUs: take a head, ngram or suffix")
         return None
     if folder.config.num_layers != 1:
         raise ConfigError(

@@ -15,15 +15,15 @@ AUTO_PROPOSER = "suffix"
 MAX_DRAFT_ROWS = 192
 """What a step on a GPU may compute of drafts: three tokens each of 64 answers, beyond which few rows pay."""
 EAGLE3 = "eagle3"
-"""The name of the head that comes with the package for the model; any other head is named by its folder, with a /."""
+"""The name of the head that comes with the package for the model; what else has weights is named by a path."""
 SUFFIX_FIRST = "suffix+"
-"""What stands before a head's name for drafts from texts where these have a long match."""
+"""What stands before the name of a head or a model for drafts from texts where these have a long match."""
 
 
 def speculator_of(settings: EngineSettings, max_model_len: int, drafter: Proposer | None) -> Speculator | None:
     """Return what drafts for this engine, or None. Raises ConfigError, which names the field.
 
-    `drafter`: of the head that settings name, if they name one.
+    `drafter`: of the head or the model that settings name, if they name one.
     """
     name = proposer_name(settings.speculate, settings.device)
     if name is None:
@@ -37,7 +37,7 @@ def speculator_of(settings: EngineSettings, max_model_len: int, drafter: Propose
     if head_name(name) is None:
         proposer = PROPOSERS[name]()
     else:
-        assert drafter is not None, f"the backend was loaded without the head {name}"
+        assert drafter is not None, f"the backend was loaded without {name}"
         proposer = SuffixFirstProposer(drafter) if name.startswith(SUFFIX_FIRST) else drafter
     return Speculator(proposer, settings.draft_tokens, max_model_len, settings.adapts_drafts)
 
@@ -58,7 +58,7 @@ def max_draft_rows(settings: EngineSettings) -> int:
 
 
 def head_name(speculate: str) -> str | None:
-    """Return which head is to draft, EAGLE3 or a folder; None for none."""
+    """Return which head or model is to draft, EAGLE3 or a path; None for none."""
     name = speculate.removeprefix(SUFFIX_FIRST)
     return name if name == EAGLE3 or "/" in name else None
 
@@ -71,7 +71,7 @@ def proposer_name(speculate: str, device: str) -> str | None:
     if speculate != AUTO and speculate not in PROPOSERS and head_name(speculate) is None:
         known = ", ".join((AUTO, OFF, *PROPOSERS, EAGLE3, SUFFIX_FIRST + EAGLE3))
         raise ConfigError(
-            f"speculate is '{speculate}'; it may be {known}, or the folder of a head, with a /, or {SUFFIX_FIRST} and "
-            "this folder"
+            f"speculate is '{speculate}'; it may be {known}, or the path of a head or a smaller model, with a /, or "
+            f"{SUFFIX_FIRST} and this path"
         )
     return AUTO_PROPOSER if speculate == AUTO else speculate

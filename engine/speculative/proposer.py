@@ -7,6 +7,7 @@ from typing import Protocol
 import numpy as np
 
 from engine.sequence import Sequence
+from engine.settings import MAX_DRAFT_TOKENS
 
 UNKNOWN = -1
 """In place of a token that the device drafts in the step that verifies it."""
@@ -65,6 +66,11 @@ class DrawnGuess:
 
 
 NO_DRAFT = Draft()
+
+
+def spare_blocks(block_size: int) -> int:
+    """Return how many blocks the longest draft may need behind that of its sequence's newest token."""
+    return -(-(MAX_DRAFT_TOKENS - 1) // block_size)
 
 
 class Proposer(Protocol):

@@ -304,14 +304,15 @@ def _speculation(options: argparse.Namespace) -> Iterator[tuple[str, Level]]:
     folder = shipped_head(checkpoint.name)
     if folder is None:
         words = f"no EAGLE3 head comes with this package for {checkpoint.name}"
-        yield f"{words}; --speculate takes the folder of one", Level.OK
+        yield f"{words}; --speculate takes the folder of one, or a smaller model with the same tokens", Level.OK
         return
     head = open_eagle3(folder, checkpoint.config).config
     nbytes = sum(file.stat().st_size for file in weight_files(folder))
     yield (
         f"--speculate {EAGLE3}: the EAGLE3 head that comes with the package, {nbytes / 1e6:.1f} MB, drafts "
         f"{head.draft_vocab_size} of {head.vocab_size} tokens from layers {', '.join(map(str, head.aux_layers))}; "
-        "in a pair both workers take the same, or drafts begin behind the prompt",
+        f"in a pair both workers take the same, or drafts begin behind the prompt; suffix+{EAGLE3} asks it where the "
+        "text says nothing",
         Level.OK,
     )
 

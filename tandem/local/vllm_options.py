@@ -57,6 +57,8 @@ OTHERWISE = {
 
 
 SPECULATION = "--speculative-config"
+_WITH_WEIGHTS = ("draft_model",)
+"""The methods that need a model of their own; `eagle3` may have one."""
 DRAFTERS = ("ngram", "suffix", "eagle3")
 """The methods of vLLM's that are served here, by the same names; a head's folder in place of the last."""
 
@@ -96,14 +98,17 @@ def _speculation(given: str) -> list[str]:
     try:
         config = json.loads(given)
         method, count = config.pop("method", None), config.pop("num_speculative_tokens", None)
-        head = config.pop("model", None) if method == "eagle3" else None
+        path = config.pop("model", None) if method in (*_WITH_WEIGHTS, "eagle3") else None
     except (ValueError, AttributeError, TypeError) as error:
         raise ConfigError(f"{SPECULATION} takes a JSON object, and got {given!r}") from error
-    if method not in DRAFTERS:
-        raise ConfigError(f"{SPECULATION}: the method {method!r} is not served; there are {', '.join(DRAFTERS)}")
+    if method not in (*DRAFTERS, *_WITH_WEIGHTS):
+        known = ", ".join((*DRAFTERS, *_WITH_WEIGHTS))
+        raise ConfigError(f"{SPECULATION}: the method {method!r} is not served; there are {known}")
+    if method in _WITH_WEIGHTS and not path:
+        raise ConfigError(f"{SPECULATION}: the method {method!r} needs the path of a 'model'")
     if config:
         raise ConfigError(f"{SPECULATION}: there is no equal here to {', '.join(config)}; leave it out")
-    return ["--speculate", head or method, *([] if count is None else ["--draft-tokens", str(count)])]
+    return ["--speculate", path or method, *([] if count is None else ["--draft-tokens", str(count)])]
 
 
 def _value(flag: str, given: str) -> str:

@@ -79,6 +79,24 @@ def test_behind_a_prefill_without_the_head_drafts_begin_with_the_answer(target, 
         assert pair.decode.counters()["kv_handoffs_received_without_draft"] == 1
 
 
+@pytest.mark.parametrize(("of_prefill", "has_read"), [({}, True), ({"speculate": "off"}, False)])
+def test_a_draft_models_kv_crosses_or_is_computed_of_the_text(target, transfer: str, of_prefill, has_read) -> None:
+    """The model drafts for itself, so each guess is right."""
+    expected = [oracle_greedy(target[1], prompt, MAX_TOKENS) for prompt in PROMPTS]
+    both = {"speculate": target[0], "draft_tokens": DRAFT_TOKENS}
+    with Cores(target[0], transfer, of_prefill=of_prefill, **both) as pair:
+        judged, read = judged_in(pair.decode.engine, PROMPTS, expected), list[int]()
+        drafter: Any = judged._drafter  # pyright: ignore[reportPrivateUsage]
+        forward = drafter._runner.forward
+        drafter._runner.forward = lambda pieces: (read.extend(piece.num_tokens for piece in pieces), forward(pieces))[1]
+        assert pair.answers(PROMPTS, driving.greedy(MAX_TOKENS)) == expected
+        for prompt, answer in zip(PROMPTS, expected, strict=True):
+            assert judged.drafts[(*prompt, answer[0])] == tuple(answer[1 : 1 + DRAFT_TOKENS])
+        assert (max(read) < max(map(len, PROMPTS))) == has_read
+        counted = pair.decode.counters()["kv_handoffs_received_without_draft"]
+        assert counted == (0 if has_read else len(PROMPTS))
+
+
 @pytest.fixture
 def movers(target, head: Path) -> Iterator[Movers]:
     roles = (WorkerRole.DECODE, WorkerRole.DECODE)

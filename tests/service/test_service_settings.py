@@ -140,6 +140,6 @@ def test_a_drafter_is_named_as_the_engine_names_it_or_is_a_folder():
     assert set(DRAFTERS) == printed(NAMED_DRAFTERS)
     assert read_settings(WorkerSettings, ["--speculate", "./head"]).speculate == "./head"
     with pytest.raises(
-        ConfigError, match=r"speculate is 'head': it may be auto, off, .*, or the folder of an EAGLE3 head"
+        ConfigError, match=r"speculate is 'head': it may be auto, off, .*, or the path of an EAGLE3 head"
     ):
         read_settings(WorkerSettings, ["--speculate", "head"])

@@ -230,6 +230,7 @@ def test_numbers_may_have_vllm_s_units(given: str, told: str) -> None:
         (['{"method": "suffix"}', "--port", "0"], ["--speculate", "suffix", "--port", "0"]),
         (['{"method": "eagle3"}'], ["--speculate", "eagle3"]),
         (['{"method": "eagle3", "model": "./head"}'], ["--speculate", "./head"]),
+        (['{"method": "draft_model", "model": "org/small"}'], ["--speculate", "org/small"]),
     ],
 )
 def test_vllm_s_drafters_are_ours(given: list[str], told: list[str]) -> None:
@@ -240,6 +241,7 @@ def test_vllm_s_drafters_are_ours(given: list[str], told: list[str]) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
+        ('{"method": "draft_model"}', "the method 'draft_model' needs the path of a 'model'"),
         ('{"method": "medusa", "model": "x"}', "the method 'medusa' is not served; there are ngram, suffix, eagle3"),
         ('{"method": "ngram", "prompt_lookup_max": 4}', "there is no equal here to prompt_lookup_max; leave it out"),
         ("ngram", "takes a JSON object, and got 'ngram'"),

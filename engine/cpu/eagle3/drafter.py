@@ -16,12 +16,7 @@ from engine.scheduler.batch import ScheduledChunk
 from engine.sequence import Sequence
 from engine.settings import MAX_DRAFT_TOKENS
 from engine.speculative.draft_presence import DraftPresence
-from engine.speculative.proposer import NO_DRAFT, Draft
-
-
-def spare_blocks(block_size: int) -> int:
-    """Return how many blocks the longest draft may need behind that of its sequence's newest token."""
-    return -(-(MAX_DRAFT_TOKENS - 1) // block_size)
+from engine.speculative.proposer import NO_DRAFT, Draft, spare_blocks
 
 
 class Eagle3Drafter:

@@ -7,12 +7,12 @@ from checkpoint.fingerprint import weights_fingerprint
 from checkpoint.huggingface.eagle3_folder import Eagle3Folder
 from contracts.layout import KVLayout
 from engine.cpu.eagle3.draft_cache import DraftCache, draft_layout
-from engine.cpu.eagle3.drafter import spare_blocks
 from engine.model_loader.checkpoint_weights import WeightSource
 from engine.model_loader.decoder_tensors import ModelTensors
 from engine.model_loader.eagle3_tensors import Eagle3Tensors
 from engine.settings import EngineSettings
-from engine.speculative.named_head import open_named_head
+from engine.speculative.named_drafter import open_named_head
+from engine.speculative.proposer import spare_blocks
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""A smaller model that drafts for another one on the CPU."""
