@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import math
+import sys
 import time
 from contextlib import suppress
 
@@ -42,7 +43,7 @@ class WorkerPool:
         self._infos: list[NodeInfo] = []
         self._misfits: dict[WorkerId, str] = {}
         self.strange: list[WorkerId] = []
-        self.synthetic_acceptance = 0.0
+        self.synthetic_acceptance, self._shortest = 0.0, sys.maxsize
         self._secret, self._on_event, self._on_lost = secret, on_event, on_lost
         self._links: dict[WorkerId, WorkerLink] = {}
         self._leaving: set[asyncio.Task[None]] = set()
@@ -123,7 +124,8 @@ class WorkerPool:
         return self._listed[worker_id].draining
 
     def max_model_len(self, default: int) -> int:
-        return min([default, *(info.max_model_len for info in self.nodes)])
+        """Return the shortest context of the workers that are listed, of which each request asks."""
+        return min(default, self._shortest)
 
     async def send(self, worker: WorkerRef, message: JobMessage) -> None:
         """Raises Unavailable or Overloaded if the worker does not take it."""
@@ -157,6 +159,7 @@ class WorkerPool:
         nodes = {worker_id: node for worker_id, node in alive.items() if node.info.model == self._model}
         self.strange = [worker_id for worker_id in alive if worker_id not in nodes]
         self._name_misfits([node.info for node in alive.values()])
+        self._shortest = min((node.info.max_model_len for node in nodes.values()), default=sys.maxsize)
         self._listed = {worker_id: node.load for worker_id, node in nodes.items()}
         gone = [worker_id for worker_id, link in self._links.items() if _is_gone(nodes.get(worker_id), link)]
         for worker_id in gone:

@@ -17,7 +17,7 @@ def start_generation(
 ) -> Response:
     """Return the response that places `asks` and writes their answers."""
     context: AppContext = request.app.state.context
-    eos = context.limits.eos_token_ids
+    eos = tuple(context.checkpoint.eos_token_ids)
     serving = GenerationRun(
         id=replies.id,
         answers=[GenerationState(ask, context.prompting, eos) for ask in asks],

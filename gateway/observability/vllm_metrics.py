@@ -3,7 +3,7 @@
 Times are in seconds, lengths in tokens.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -142,6 +142,7 @@ def _observed(
     answers: Sequence[GenerationState], usage: Usage, started_s: float, now: float
 ) -> dict[str, Iterable[float]]:
     begun = [answer for answer in answers if answer.first_s is not None]
+    stages_s = [answer.stages_s for answer in begun]
     sampling = answers[0].request.sampling
     decode_s = [(answer.last_s or 0.0) - (answer.first_s or 0.0) for answer in begun]
     return {
@@ -150,11 +151,11 @@ def _observed(
         "time_per_output_token_seconds": [gap for answer in begun for gap in answer.gaps_s],
         "request_time_per_output_token_seconds": [sum(a.gaps_s) / len(a.gaps_s) for a in begun if a.gaps_s],
         "e2e_request_latency_seconds": [now - started_s],
-        "request_queue_time_seconds": _told(begun, "prefill_queue"),
-        "request_prefill_time_seconds": _told(begun, "prefill_prefill"),
+        "request_queue_time_seconds": _told(stages_s, "prefill_queue"),
+        "request_prefill_time_seconds": _told(stages_s, "prefill_prefill"),
         "request_decode_time_seconds": decode_s,
         "request_inference_time_seconds": [
-            a.stages_s.get("prefill_prefill", 0.0) + s for a, s in zip(begun, decode_s, strict=True)
+            told.get("prefill_prefill", 0.0) + s for told, s in zip(stages_s, decode_s, strict=True)
         ],
         "request_prompt_tokens": [usage.prompt_tokens],
         "request_generation_tokens": [answer.num_tokens for answer in answers],
@@ -164,5 +165,5 @@ def _observed(
     }
 
 
-def _told(answers: Sequence[GenerationState], stage: str) -> list[float]:
-    return [answer.stages_s[stage] for answer in answers if stage in answer.stages_s]
+def _told(stages_s: Sequence[Mapping[str, float]], stage: str) -> list[float]:
+    return [told[stage] for told in stages_s if stage in told]

@@ -184,7 +184,8 @@ class GenerationRun:
 
     def _count(self, status: int, code: str) -> None:
         usage, now = self.usage(), time.monotonic()
-        work = _usage([answer for answer in self.answers if answer.sequencer.has_begun])
+        begun = [answer for answer in self.answers if answer.sequencer.has_begun]
+        work = usage if len(begun) == len(self.answers) else _usage(begun)
         firsts = [answer.first_s for answer in self.answers if answer.first_s is not None]
         ttft_s = min(firsts) - self.started_s if firsts else None
         gaps = [_mean_gap_s(answer) for answer in self.answers if answer.num_tokens > 1]
