@@ -1,7 +1,8 @@
 """What a decoder-only transformer is made of, in one vocabulary for every file format."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import Any, TypeVar
 
 Array = TypeVar("Array", bound=Any)
@@ -43,6 +44,95 @@ class YarnScaling:
 
 
 @dataclass(frozen=True)
+class LinearScaling:
+    """The scaling that divides all frequencies by `factor`."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class LongRopeScaling:
+    """The scaling of LongRoPE (Ding et al. 2024): each frequency is divided by a factor of its own.
+
+    Those in `short_factors` are for contexts of up to `original_max_position` tokens, those in `long_factors` for
+    longer ones. q and k are both multiplied by `attention_factor`.
+    """
+
+    short_factors: tuple[float, ...]
+    long_factors: tuple[float, ...]
+    original_max_position: int
+    attention_factor: float
+
+    def for_context(self, num_tokens: int) -> "LongRopeScaling":
+        """Return the same with the factors of such contexts alone.
+
+        Cached keys are of one kind, so that a worker that may reach the longer contexts takes their factors for all.
+        """
+        factors = self.long_factors if num_tokens > self.original_max_position else self.short_factors
+        return replace(self, short_factors=factors, long_factors=factors)
+
+
+FrequencyScaling = RopeScaling | YarnScaling | LinearScaling | LongRopeScaling
+
+
+@dataclass(frozen=True)
+class Rope:
+    """The rotary embedding of a kind of layer: its base, and what scales its frequencies."""
+
+    theta: float
+    scaling: FrequencyScaling | None = None
+
+
+class Activation(StrEnum):
+    """What an MLP does to its gate."""
+
+    SILU = "silu"
+    GELU_TANH = "gelu_pytorch_tanh"
+
+
+class NormPlacement(StrEnum):
+    """The places of a layer's norms: before attention and MLP, after them, or on both sides."""
+
+    BEFORE = "before"
+    AFTER = "after"
+    AROUND = "around"
+
+
+@dataclass(frozen=True)
+class Multipliers:
+    """The factors of a model beside its matrices.
+
+    `embedding` multiplies what goes into the first layer, `residual` what attention and MLP add, `logits` what comes
+    out of the head, `attention` the scores; None: one over the root of a head's width.
+    """
+
+    embedding: float = 1.0
+    residual: float = 1.0
+    attention: float | None = None
+    logits: float = 1.0
+
+
+class AttentionKind(StrEnum):
+    """What a token sees in a layer: all before it, the newest of them, or those of its own segment."""
+
+    FULL = "full"
+    WINDOW = "window"
+    CHUNKED = "chunked"
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One layer of a model.
+
+    `rope` is None where positions turn nothing, `experts` where all tokens share an MLP.
+    """
+
+    attention: AttentionKind
+    rope: Rope | None
+    experts: "Experts | None"
+
+
+@dataclass(frozen=True)
 class Experts:
     """A mixture in place of the MLP, but for `dense_layers`.
 
@@ -51,7 +141,8 @@ class Experts:
 
     `as_gpt_oss`: its biases, its clamped SwiGLU, and all experts of a layer in one tensor; `is_mxfp4`: these are so.
     `as_llama4`: a sigmoid of its score multiplies what goes into a token's one expert, and each token goes through a
-    shared expert of that size too.
+    shared expert of that size too. `shared_size`: the width of an expert that each token goes through besides, times a
+    sigmoid of its own score; 0: there is none.
     """
 
     count: int
@@ -62,6 +153,7 @@ class Experts:
     as_gpt_oss: bool = False
     is_mxfp4: bool = False
     as_llama4: bool = False
+    shared_size: int = 0
 
 
 @dataclass(frozen=True)
@@ -84,7 +176,10 @@ class ModelConfig:
     there, those that came since its last multiple. `sinks`: each head has a logit that no token owns.
 
     Rope leaves `unturned_layers` alone, whose q are scaled by `tuning`. `plain_qk_norm`: q and k of the others are
-    normalised without gains.
+    normalised without gains. `joint_qk_norm`: q and k are normalised over all heads together.
+
+    `rotary_dim`: so many columns of a head are turned, 0 for all. `window_rope`: that of windowed layers, where it is
+    another.
     """
 
     family: str
@@ -99,7 +194,7 @@ class ModelConfig:
     rope_theta: float
     max_model_len: int
     tied_embeddings: bool
-    rope_scaling: RopeScaling | YarnScaling | None = None
+    rope_scaling: FrequencyScaling | None = None
     qkv_bias: bool = False
     qk_norm: bool = False
     experts: Experts | None = None
@@ -111,6 +206,42 @@ class ModelConfig:
     no_rope_layers: tuple[int, ...] = ()
     attention_temperature: AttentionTemperature | None = None
     plain_qk_norm: bool = False
+    joint_qk_norm: bool = False
+    rotary_dim: int = 0
+    window_rope: Rope | None = None
+    norms: NormPlacement = NormPlacement.BEFORE
+    activation: Activation = Activation.SILU
+    multipliers: Multipliers = Multipliers()
+
+    @property
+    def rotary_width(self) -> int:
+        """The columns of a head that are turned."""
+        return self.rotary_dim or self.head_dim
+
+    @property
+    def attention_scale(self) -> float:
+        """The factor of attention's scores."""
+        stated = self.multipliers.attention
+        return self.head_dim**-0.5 if stated is None else stated
+
+    def layer(self, index: int) -> LayerSpec:
+        """Return what one layer is made of."""
+        is_windowed, rope = index in self.windowed_layers, Rope(self.rope_theta, self.rope_scaling)
+        narrow = AttentionKind.CHUNKED if self.segment else AttentionKind.WINDOW
+        if is_windowed and self.window_rope is not None:
+            rope = self.window_rope
+        return LayerSpec(
+            attention=narrow if is_windowed else AttentionKind.FULL,
+            rope=None if index in self.no_rope_layers else rope,
+            experts=self.experts_of(index),
+        )
+
+    def for_context(self, num_tokens: int) -> "ModelConfig":
+        """Return the model that serves contexts of so many tokens: LongRoPE has factors by their length."""
+        scaling = self.rope_scaling
+        if not isinstance(scaling, LongRopeScaling):
+            return self
+        return replace(self, rope_scaling=scaling.for_context(num_tokens))
 
     def spreads_kv_heads(self, num_gpus: int) -> bool:
         """Whether so many GPUs can have equal parts of the KV heads: some each, or several of them one."""

@@ -8,7 +8,7 @@ names and in what a layer id means; checkpoint.huggingface.eagle3_folder reads b
 from dataclasses import dataclass
 from enum import Enum
 
-from models.config import RopeScaling, YarnScaling
+from models.config import FrequencyScaling
 
 FIRST_LAYER = "layers.0."
 
@@ -43,7 +43,7 @@ class Eagle3Config:
     head_dim: int
     norm_eps: float
     rope_theta: float
-    rope_scaling: RopeScaling | YarnScaling | None
+    rope_scaling: FrequencyScaling | None
     max_model_len: int
     vocab_size: int
     draft_vocab_size: int
@@ -54,6 +54,11 @@ class Eagle3Config:
     norm_output: bool = False
     attention_bias: bool = False
     qk_norm: bool = False
+
+    @property
+    def rotary_width(self) -> int:
+        """The columns of a head that are turned."""
+        return self.head_dim
 
     @property
     def fc_width(self) -> int:

@@ -7,28 +7,12 @@ from typing import Any
 
 from contracts.errors import ConfigError
 from models.config import AttentionTemperature, Experts
-from models.family import Family
+from models.family import Family, TensorNames
 
-FAMILY = Family("Llama4ForCausalLM", "llama4", as_llama4=True, head_dim=128, rope_theta=500000.0)
-
-_MULTIMODAL, _TEXT = "Llama4ForConditionalGeneration", "Llama4ForCausalLM"
 # Pages of the KV cache have at most so many tokens, and a segment starts with one.
 _SEGMENT_STEP = 64
 _SEGMENT = 8192  # where config.json does not say, as in transformers
 _KINDS = ("chunked_attention", "full_attention")
-
-
-def text_part(config: dict[str, Any], source: str) -> dict[str, Any]:
-    """Return the text part of a config.json that has one beside that of a vision tower.
-
-    Any other as it is.
-    """
-    if config.get("architectures") != [_MULTIMODAL]:
-        return config
-    if not isinstance(config.get("text_config"), dict):
-        raise ConfigError(f"{source}/config.json lacks 'text_config'")
-    quantization = {key: config[key] for key in ("quantization_config",) if key in config}
-    return config["text_config"] | {"architectures": [_TEXT]} | quantization
 
 
 def llama4_fields(config: dict[str, Any], source: str) -> dict[str, Any]:
@@ -75,8 +59,9 @@ def _refuse_other(config: dict[str, Any], source: str) -> None:
     if top_k != 1:
         raise ConfigError(f"{source}: a Llama 4 with {top_k} experts a token is not supported; supported is 1")
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if rope.get("rope_type", rope.get("type")) == "yarn":  # which stretches q and k: norms and rope would not commute
-        raise ConfigError(f"{source}: a Llama 4 with yarn is not supported; supported are default and llama3")
+    kind = rope.get("rope_type", rope.get("type"))
+    if kind in ("yarn", "longrope", "su"):  # which stretch q and k: norms and rope would not commute
+        raise ConfigError(f"{source}: a Llama 4 with {kind} is not supported; supported are default and llama3")
 
 
 def _segment(config: dict[str, Any], source: str) -> int:
@@ -87,3 +72,18 @@ def _segment(config: dict[str, Any], source: str) -> int:
             f"{_SEGMENT_STEP}"
         )
     return segment
+
+
+FAMILY = Family(
+    "Llama4ForCausalLM",
+    "llama4",
+    multimodal="Llama4ForConditionalGeneration",
+    read=llama4_fields,
+    names=TensorNames(
+        renamed=(("language_model.", ""), (".feed_forward.", ".mlp.")),
+        left_out=("vision_model.", "multi_modal_projector."),
+        interleaved=True,
+    ),
+    head_dim=128,
+    rope_theta=500000.0,
+)

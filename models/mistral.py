@@ -1,5 +1,5 @@
-"""Mistral (Jiang et al. 2023), in the versions without a sliding window. Its GGUF files say "llama"."""
+"""Mistral (Jiang et al. 2023), with a sliding window or without. Its GGUF files say "llama"."""
 
-from models.family import Family
+from models.family import Family, GgufForm
 
-FAMILY = Family("MistralForCausalLM", "mistral", window=4096)
+FAMILY = Family("MistralForCausalLM", "mistral", gguf=GgufForm(), window=4096)

@@ -1,6 +1,7 @@
 """The Checkpoint of one GGUF file."""
 
 import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ from checkpoint.gguf.file import GgufFile
 from checkpoint.gguf.tokenizer import adds_bos, build_tokenizer, rule_of
 from checkpoint.validation import is_whole, require_amount, require_count, require_head_dim
 from contracts.errors import ConfigError
-from models.config import ModelConfig, RopeScaling
-from models.registry import family_of
+from models.config import FrequencyScaling, LinearScaling, LongRopeScaling, ModelConfig, RopeScaling
+from models.family import GgufForm
+from models.registry import FAMILIES, family_of
 
 _SCALES = ("rope.scale_linear", "attention.scale", "embedding_scale", "residual_scale", "logit_scale")
 """Metadata of an architecture that multiplies positions, scores or activations."""
@@ -31,10 +33,12 @@ _KINDS = {
     "tokenizer.ggml.token_type": (list, "a list"),
 }
 _LISTS = {"tokenizer.ggml.tokens": str, "tokenizer.ggml.merges": str, "tokenizer.ggml.scores": (float, int)}
-_LLAMA_ENDS, _QWEN_ENDS = ("<|eot_id|>", "<|eom_id|>"), ("<|im_end|>", "<|endoftext|>")
+_OTHER_ENDS, _QWEN_ENDS = ("<|eot_id|>", "<|eom_id|>", "<end_of_turn>"), ("<|im_end|>", "<|endoftext|>")
 _LAYER = r"attn_(q|k|v|output|norm|q_norm|k_norm)\.weight|attn_[qkv]\.bias|ffn_(gate|up|down|norm)\.weight"
-_TENSORS = re.compile(rf"(token_embd|output|output_norm|rope_freqs)\.weight|blk\.\d+\.({_LAYER})")
-"""The tensors that the engine reads; a model with others would be computed wrongly."""
+_TENSORS = re.compile(
+    rf"(token_embd|output|output_norm|rope_freqs|rope_factors_(long|short))\.weight|blk\.\d+\.({_LAYER})"
+)
+"""The tensors that the engine reads of any family; a model with others would be computed wrongly."""
 
 
 def open_gguf(path: Path) -> Checkpoint:
@@ -99,16 +103,19 @@ def _config(file: GgufFile) -> ModelConfig:
     metadata = file.metadata
     arch = metadata["general.architecture"]
     family = family_of(arch, str(file.path))
-    if metadata.get(f"{arch}.expert_count", 0) != 0:
-        raise ConfigError(f"{file.path}: mixture-of-experts is not supported in GGUF files")
+    form = family.gguf
+    if form is None:
+        supported = ", ".join(sorted(name for name, each in FAMILIES.items() if each.gguf))
+        raise ConfigError(f"{file.path}: '{arch}' is not supported in GGUF files; supported are {supported}")
     _require_numbers(metadata, arch, file.path)
     heads = metadata[f"{arch}.attention.head_count"]
     hidden = metadata[f"{arch}.embedding_length"]
     head_dim = metadata.get(f"{arch}.attention.key_length", hidden // heads)
     require_head_dim(head_dim, f"the size of a head, {arch}.embedding_length / {arch}.attention.head_count,", file.path)
-    _refuse_unsupported(file, arch, head_dim)
+    turned = _rotary_width(file, arch, head_dim, form)
+    _refuse_unsupported(file, arch, form)
     theta = metadata.get(f"{arch}.rope.freq_base", 10000.0)
-    return ModelConfig(
+    config = ModelConfig(
         family=family.gguf_architecture,
         vocab_size=file.tensors["token_embd.weight"].shape[0],
         hidden_size=hidden,
@@ -122,9 +129,14 @@ def _config(file: GgufFile) -> ModelConfig:
         max_model_len=metadata[f"{arch}.context_length"],
         tied_embeddings="output.weight" not in file.tensors,
         rope_scaling=_rope_scaling(file, arch, theta, head_dim),
+        rotary_dim=0 if turned == head_dim else turned,
         qkv_bias="blk.0.attn_q.bias" in file.tensors,
         qk_norm="blk.0.attn_q_norm.weight" in file.tensors,
     )
+    if form.read is None:
+        return config
+    stated = {name.removeprefix(f"{arch}."): value for name, value in metadata.items()}
+    return replace(config, **form.read(stated, str(file.path)))
 
 
 def _require_numbers(metadata: dict[str, Any], arch: str, path: Path) -> None:
@@ -140,30 +152,47 @@ def _require_numbers(metadata: dict[str, Any], arch: str, path: Path) -> None:
     require_amount(metadata.get(name, 10000.0), name, path, above=1)
 
 
-def _refuse_unsupported(file: GgufFile, arch: str, head_dim: int) -> None:
-    for name in (f"{arch}.{name}" for name in _SCALES):
+def _refuse_unsupported(file: GgufFile, arch: str, form: GgufForm) -> None:
+    for name in (f"{arch}.{name}" for name in _SCALES if name not in form.scales):
         if (value := file.metadata.get(name, 0.0)) not in (0.0, 1.0):
             raise ConfigError(f"{file.path}: '{name}' is {value}; it is not supported")
-    if unread := [name for name in file.tensors if not _TENSORS.fullmatch(name)]:
+    kinds = (*form.tensors, *(form.expert_tensors if file.metadata.get(f"{arch}.expert_count") else ()))
+    own = re.compile(rf"blk\.\d+\.({'|'.join(kinds)})\.weight")
+    if unread := [name for name in file.tensors if not (_TENSORS.fullmatch(name) or own.fullmatch(name))]:
         raise ConfigError(f"{file.path}: its tensor '{unread[0]}' is of no model that is supported")
+
+
+def _rotary_width(file: GgufFile, arch: str, head_dim: int, form: GgufForm) -> int:
+    """Return how many columns of a head are turned."""
     name = f"{arch}.rope.dimension_count"
-    if (turned := file.metadata.get(name, head_dim)) != head_dim:
+    turned = file.metadata.get(name, head_dim)
+    if turned != head_dim and not form.turns_part:
         raise ConfigError(
             f"{file.path}: '{name}' is {turned}; heads have {head_dim} columns, and rope that turns a part of them "
             "is not supported"
         )
+    require_head_dim(turned, name, file.path)
+    if turned > head_dim:
+        raise ConfigError(f"{file.path}: '{name}' is {turned}; heads have {head_dim} columns")
+    return turned
 
 
-def _rope_scaling(file: GgufFile, arch: str, theta: float, head_dim: int) -> RopeScaling | None:
-    """Return Llama 3's scaling, which is stored as one factor per frequency.
+def _rope_scaling(file: GgufFile, arch: str, theta: float, head_dim: int) -> FrequencyScaling | None:
+    """Return the scaling: linear, LongRoPE, or Llama 3's, which is stored as one factor per frequency.
 
-    Its constants are those of every Llama 3.x release. A file with a factor and no type scales linearly, as llama.cpp
-    reads it, and is refused.
+    That one's constants are those of every Llama 3.x release. A file with a factor and no type scales linearly, as
+    llama.cpp reads it.
     """
-    is_scaled = file.metadata.get(f"{arch}.rope.scaling.factor", 1.0) not in (0.0, 1.0)
-    kind = file.metadata.get(f"{arch}.rope.scaling.type", "linear" if is_scaled else "none")
-    if kind not in ("none", "llama3"):
-        raise ConfigError(f"{file.path}: rope scaling '{kind}' is not supported; supported are none and llama3")
+    if "rope_factors_long.weight" in file.tensors:
+        return _longrope(file, arch)
+    name = f"{arch}.rope.scaling.factor"
+    factor = file.metadata.get(name, 1.0) or 1.0
+    kind = file.metadata.get(f"{arch}.rope.scaling.type", "linear" if factor != 1 else "none")
+    if kind not in ("none", "linear", "llama3"):
+        raise ConfigError(f"{file.path}: rope scaling '{kind}' is not supported; supported are none, linear and llama3")
+    if kind == "linear" and "rope_freqs.weight" not in file.tensors:
+        require_amount(factor, name, file.path)
+        return LinearScaling(float(factor))
     if "rope_freqs.weight" not in file.tensors:
         return None
     factors = file.blocks(file.tensors["rope_freqs.weight"]).view("<f4")[0]
@@ -175,6 +204,20 @@ def _rope_scaling(file: GgufFile, arch: str, theta: float, head_dim: int) -> Rop
     return scaling
 
 
+def _longrope(file: GgufFile, arch: str) -> LongRopeScaling:
+    """Return LongRoPE's constants, whose factors are tensors; raise KeyError for metadata that is missing."""
+    original, length = (
+        file.metadata[f"{arch}.rope.scaling.{name}"] for name in ("original_context_length", "attn_factor")
+    )
+    require_count(original, f"{arch}.rope.scaling.original_context_length", file.path)
+    require_amount(length, f"{arch}.rope.scaling.attn_factor", file.path)
+    short, long = (
+        tuple(map(float, file.blocks(file.tensors[f"rope_factors_{name}.weight"]).view("<f4").reshape(-1)))
+        for name in ("short", "long")
+    )
+    return LongRopeScaling(short, long, original, float(length))
+
+
 def _eos_token_ids(metadata: dict[str, Any], tokens: list[str]) -> tuple[int, ...]:
     """Return the ids that end an answer: of text and, where the file names them, of turn and message.
 
@@ -182,7 +225,7 @@ def _eos_token_ids(metadata: dict[str, Any], tokens: list[str]) -> tuple[int, ..
     """
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")
     ids = [metadata[f"tokenizer.ggml.{key}"] for key in keys if f"tokenizer.ggml.{key}" in metadata]
-    ends = _QWEN_ENDS if rule_of(metadata) == "qwen2" else _LLAMA_ENDS
+    ends = _QWEN_ENDS if rule_of(metadata) == "qwen2" else _OTHER_ENDS
     ids += [index for token in ends for index in _find(tokens, token)]
     return tuple(dict.fromkeys(ids))
 

@@ -17,9 +17,16 @@ _TEKKEN_SPLIT = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_SPLITS = {"llama-bpe": _LLAMA3_SPLIT, "qwen2": _QWEN2_SPLIT, "tekken": _TEKKEN_SPLIT}
-_OTHER_NAMES = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2"}
-"""Other names that converters have given to the same rule."""
+_SPLITS = {"llama-bpe": _LLAMA3_SPLIT, "qwen2": _QWEN2_SPLIT, "tekken": _TEKKEN_SPLIT, "dbrx": _LLAMA3_SPLIT}
+_OTHER_NAMES = {
+    "llama3": "llama-bpe",
+    "llama-v3": "llama-bpe",
+    "deepseek-r1-qwen": "qwen2",
+    "refact": "smollm",
+    "glm4": "dbrx",
+    "chatglm-bpe": "dbrx",
+}
+"""Other names of the same rule; `dbrx` cuts as `llama-bpe` does, and takes no word whole before its merges."""
 _CONTROL, _USER_DEFINED = 3, 4
 
 

@@ -15,7 +15,7 @@ from checkpoint.huggingface.rope import read_rope_scaling, rope_table
 from checkpoint.huggingface.safetensors_index import tensor_files
 from checkpoint.validation import is_whole, require_amount, require_count, require_head_dim
 from contracts.errors import ConfigError
-from models.config import ModelConfig
+from models.config import FrequencyScaling, LongRopeScaling, ModelConfig
 from models.eagle3 import Eagle3Config, Eagle3Dialect, aux_layers_of, canonical_name, required_tensors
 
 _SHIPPED = Path(models.__file__).parent / "heads"
@@ -115,6 +115,8 @@ def _config(
     num_layers = layer.get("num_hidden_layers", 1)
     require_count(num_layers, "num_hidden_layers", file)
     rope = rope_table(layer, source)
+    if rope.get("partial_rotary_factor", layer.get("partial_rotary_factor")) not in (None, 1):
+        raise ConfigError(f"{file}: partial_rotary_factor: rope that turns a part of each head is not supported")
     max_model_len = layer.get("max_position_embeddings") or target.max_model_len
     config = Eagle3Config(
         dialect=dialect,
@@ -127,7 +129,7 @@ def _config(
         head_dim=head_dim,
         norm_eps=layer.get("rms_norm_eps", 1e-6),
         rope_theta=rope.get("rope_theta") or layer.get("rope_theta") or 10000.0,
-        rope_scaling=read_rope_scaling(rope, max_model_len, source),
+        rope_scaling=_rope_scaling(rope, max_model_len, source),
         max_model_len=max_model_len,
         vocab_size=layer.get("vocab_size", target.vocab_size),
         draft_vocab_size=stated.get("draft_vocab_size") or layer.get("vocab_size", target.vocab_size),
@@ -138,6 +140,13 @@ def _config(
     )
     _require_fit(config, target, file)
     return config
+
+
+def _rope_scaling(rope: dict[str, Any], max_model_len: int, source: str) -> FrequencyScaling | None:
+    scaling = read_rope_scaling(rope, max_model_len, source)
+    if isinstance(scaling, LongRopeScaling):
+        raise ConfigError(f"{source}: rope scaling 'longrope' is not supported in a head")
+    return scaling
 
 
 def _layer_ids(stated: Mapping[str, Any], file: str) -> tuple[int, ...] | None:

@@ -5,6 +5,7 @@ The bytes that a GPU has for them are counted in engine.cuda.loader.
 
 import hashlib
 import logging
+from dataclasses import replace
 
 import msgspec
 
@@ -82,6 +83,11 @@ def cache_nbytes(settings: EngineSettings, layout: KVLayout, available_nbytes: i
             f"kv_cache_nbytes is {wanted}; {available_nbytes} are available: lower it, a worker's {_SETTING}"
         )
     return wanted
+
+
+def for_context(checkpoint: Checkpoint, settings: EngineSettings) -> Checkpoint:
+    """Return the checkpoint as it serves the contexts that settings or model ask for."""
+    return replace(checkpoint, config=checkpoint.config.for_context(wanted_model_len(checkpoint, settings)))
 
 
 def wanted_model_len(checkpoint: Checkpoint, settings: EngineSettings) -> int:

@@ -162,7 +162,7 @@ def _tiles(
     kv_heads, rows = heads.num_kv_heads, heads.tile * heads.group
     q_NKRD = q_flat.index_select(0, plan.queries).view(-1, kv_heads, rows, heads.head_dim)
     out_NKRD = torch.empty_like(q_NKRD)
-    is_plain = sinks_KG is None and not heads.is_biased
+    is_plain = sinks_KG is None and not heads.is_biased and not heads.window
     multiplies = q_flat.dtype is torch.bfloat16 and not plan.is_answer and is_plain and not has_amx()
     if multiplies:
         q_NKRD *= heads.scale
@@ -170,7 +170,7 @@ def _tiles(
     for bucket, q, out in zip(plan.buckets, q_NKRD.split(counts), out_NKRD.split(counts), strict=True):
         k, v = pages.index_select(0, bucket.pages).view(2, len(q), kv_heads, -1, heads.head_dim)
         if multiplies:
-            assert not heads.window, "only the newest tile is masked"
+            # Only the newest tile is masked.
             _multiply(q, k, v, bucket.mask_RT[:, -heads.tile :], out)
         else:
             out.copy_(_flash_tiles(q, k, v, bucket, heads, sinks_KG))

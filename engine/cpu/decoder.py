@@ -18,15 +18,16 @@ from engine.cpu.head_shape import HeadShape
 from engine.cpu.kv_cache import KVCache
 from engine.cpu.linear import Linear, PhasedLinear
 from engine.cpu.mlp import CpuMlp
-from engine.model.rotary_embedding import attention_temperatures, rope_frequencies
-from models.config import ModelConfig
+from engine.model.rotary_embedding import attention_temperatures, rope_frequencies, rotations
+from models.config import ModelConfig, NormPlacement
 
 
 @dataclass(frozen=True)
 class CpuLayerWeights:
     """Gains are times sqrt(width), or None where folded into the next linear.
 
-    Q and k have theirs only in some families. `is_turned`: by rope.
+    Q and k have theirs only in some families. `is_rotated`: by rope. The `out` gains are of norms over what attention
+    and MLP give, where a family has such.
     """
 
     attention_gain: torch.Tensor | None
@@ -39,6 +40,8 @@ class CpuLayerWeights:
     sinks_KG: torch.Tensor | None = None
     has_window: bool = False
     is_rotated: bool = True
+    attention_out_gain: torch.Tensor | None = None
+    mlp_out_gain: torch.Tensor | None = None
 
     @property
     def is_uniform(self) -> bool:
@@ -80,15 +83,20 @@ class Decoder:
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
-            scale=config.head_dim**-0.5,
+            scale=config.attention_scale,
             window=config.window,
             segment=config.segment,
             is_biased=config.qkv_bias,
         )
         self._weights, self._aux_layers = weights, aux_layers
         self._hidden_norm = _Norm(config.hidden_size, config.norm_eps)
-        self._head_norm = _Norm(config.head_dim, config.norm_eps)
+        self._q_norm, self._k_norm = _head_norms(config)
+        self._is_normed_before = config.norms is not NormPlacement.AFTER
+        self._embedding_scale = config.multipliers.embedding
         self._rope_TD = rope_frequencies(config, max_model_len)
+        self._window_rope_TD = None
+        if config.window_rope is not None:
+            self._window_rope_TD = rotations(config.window_rope, config.rotary_width, config.head_dim, max_model_len)
         self._has_no_rope = bool(config.no_rope_layers)
         self._attention_temperatures_T = attention_temperatures(config, max_model_len)
 
@@ -96,19 +104,20 @@ class Decoder:
     def forward(self, inputs: Inputs, cache: KVCache) -> Logits:
         """Writes K and V of all rows."""
         x = self._weights.embedding[inputs.token_ids_M]
-        rope = self._rope(inputs.positions_M)
-        still = self._no_rope(rope, inputs.positions_M) if self._has_no_rope else rope
+        if self._embedding_scale != 1:
+            x = x * self._embedding_scale
+        turns = self._turns(inputs.positions_M)
         *layers, last = self._weights.layers
         aux: dict[int, torch.Tensor] = {}
         for index, layer in enumerate(layers):
             if index in self._aux_layers:
                 aux[index] = x
-            q = self._queries(layer, x, rope if layer.is_rotated else still, inputs, cache, index)
+            q = self._queries(layer, x, turns.of(layer), inputs, cache, index)
             mixed = self._attend(layer, q, cache, index, inputs.attention)
             x = self._mlp(layer, x, mixed, inputs.num_answer_rows)
         if len(layers) in self._aux_layers:
             aux[len(layers)] = x
-        q = self._queries(last, x, rope if last.is_rotated else still, inputs, cache, len(layers))
+        q = self._queries(last, x, turns.of(last), inputs, cache, len(layers))
         # Only rows whose logits are wanted go past the last K and V: 3 % of a prompt's work, and all of the head's.
         attention = inputs.attention
         if inputs.logit_rows is not None:
@@ -132,7 +141,7 @@ class Decoder:
         self, layer: CpuLayerWeights, x: torch.Tensor, rope: torch.Tensor, inputs: Inputs, cache: KVCache, index: int
     ) -> torch.Tensor:
         """Return the rows' queries, `[M, H, D]`, and write their K and V."""
-        qkv = layer.qkv(self._hidden_norm(x, layer.attention_gain), inputs.num_answer_rows)
+        qkv = layer.qkv(self._before(x, layer.attention_gain), inputs.num_answer_rows)
         qkv = self._rotate(layer, qkv.float(), rope).to(cache.dtype)
         q, kv = qkv[:, : self.heads.num_heads], qkv[:, self.heads.num_heads :]
         # In words of 8 bytes, since index_copy_ goes element by element: a third of the time in bfloat16. In
@@ -156,13 +165,27 @@ class Decoder:
         if 0 < num_answer_rows < len(x) and not layer.is_uniform:
             answer = self._mlp(layer, x[:num_answer_rows], mixed[:num_answer_rows], num_answer_rows)
             return torch.cat([answer, self._mlp(layer, x[num_answer_rows:], mixed[num_answer_rows:], 0)])
-        x = x + layer.output(mixed, num_answer_rows)
-        return x + layer.mlp(self._hidden_norm(x, layer.mlp_gain), num_answer_rows)
+        x = x + self._after(layer.output(mixed, num_answer_rows), layer.attention_out_gain)
+        added = layer.mlp(self._before(x, layer.mlp_gain), num_answer_rows)
+        return x + self._after(added, layer.mlp_out_gain)
 
-    def _rope(self, positions_M: torch.Tensor) -> torch.Tensor:
+    def _before(self, x: torch.Tensor, gain: torch.Tensor | None) -> torch.Tensor:
+        """What attention or MLP get of the residual."""
+        return self._hidden_norm(x, gain) if self._is_normed_before else x
+
+    def _after(self, y: torch.Tensor, gain: torch.Tensor | None) -> torch.Tensor:
+        """What the residual gets of what they give."""
+        return y if gain is None else self._hidden_norm(y.float(), gain)
+
+    def _turns(self, positions_M: torch.Tensor) -> "_Turns":
+        rope = self._rope(self._rope_TD, positions_M)
+        windowed = rope if self._window_rope_TD is None else self._rope(self._window_rope_TD, positions_M)
+        return _Turns(rope, windowed, self._no_rope(rope, positions_M) if self._has_no_rope else rope)
+
+    def _rope(self, table_TD: torch.Tensor, positions_M: torch.Tensor) -> torch.Tensor:
         """Rotations `[M, H + 2K, D / 2]`; those of v are 1, so that one multiplication serves all of qkv."""
         num_rotated = self.heads.num_heads + self.heads.num_kv_heads
-        turns = self._rope_TD.index_select(0, positions_M)[:, None].expand(-1, num_rotated, -1)
+        turns = table_TD.index_select(0, positions_M)[:, None].expand(-1, num_rotated, -1)
         ones = turns.new_ones(len(positions_M), self.heads.num_kv_heads, turns.shape[2])
         return torch.cat([turns, ones], 1)
 
@@ -184,7 +207,30 @@ class Decoder:
     def _normalise_heads(self, layer: CpuLayerWeights, qkv_MHD: torch.Tensor) -> torch.Tensor:
         num_heads, num_kv = self.heads.num_heads, self.heads.num_kv_heads
         q, k, v = qkv_MHD.split([num_heads, num_kv, num_kv], 1)
-        return torch.cat([self._head_norm(q, layer.q_gain), self._head_norm(k, layer.k_gain), v], 1)
+        return torch.cat([self._q_norm(q, layer.q_gain), self._k_norm(k, layer.k_gain), v], 1)
+
+
+@dataclass(frozen=True)
+class _Turns:
+    """The rotations of a batch's rows, `[M, H + 2K, D / 2]` each, by the kind of a layer."""
+
+    whole: torch.Tensor
+    windowed: torch.Tensor
+    still: torch.Tensor
+
+    def of(self, layer: CpuLayerWeights) -> torch.Tensor:
+        if not layer.is_rotated:
+            return self.still
+        return self.windowed if layer.has_window else self.whole
+
+
+def _head_norms(config: ModelConfig) -> "tuple[_Norm | _JointNorm, _Norm | _JointNorm]":
+    """Return the norms of q and of k."""
+    if not config.joint_qk_norm:
+        norm = _Norm(config.head_dim, config.norm_eps)
+        return norm, norm
+    q, k = (_JointNorm(count * config.head_dim, config.norm_eps) for count in (config.num_heads, config.num_kv_heads))
+    return q, k
 
 
 class _Norm:
@@ -199,3 +245,10 @@ class _Norm:
     def __call__(self, x: torch.Tensor, gain: torch.Tensor | None) -> torch.Tensor:
         y = x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self._floor)
         return y if gain is None else y * gain
+
+
+class _JointNorm(_Norm):
+    """The same over all heads of a row together, `[M, heads, D]`."""
+
+    def __call__(self, x: torch.Tensor, gain: torch.Tensor | None) -> torch.Tensor:
+        return super().__call__(x.flatten(1), gain).view_as(x)

@@ -6,7 +6,7 @@ import torch
 
 from checkpoint import Checkpoint, Progress
 from engine.backend import Backend, Drafting
-from engine.cache.sizing import blocks_in, cache_nbytes, kv_layout, log_capacity, model_len
+from engine.cache.sizing import blocks_in, cache_nbytes, for_context, kv_layout, log_capacity, model_len
 from engine.cpu.decoder import Decoder
 from engine.cpu.draft_model.loader import open_draft_model
 from engine.cpu.eagle3.drafter import Eagle3Drafter
@@ -37,6 +37,7 @@ def load_cpu_backend(settings: EngineSettings, checkpoint: Checkpoint, progress:
     if settings.num_threads:
         torch.set_num_threads(settings.num_threads)
     progress("probe", 0, 1)
+    checkpoint = for_context(checkpoint, settings)
     source = open_weights(checkpoint)
     if (native := chosen_kernels(settings, checkpoint, source)) is not None:
         return load_native_backend(settings, checkpoint, source, native, torch.get_num_threads(), progress)

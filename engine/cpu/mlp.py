@@ -1,5 +1,6 @@
 """What follows attention in a layer: a gated MLP."""
 
+import math
 from typing import Protocol
 
 import torch
@@ -45,6 +46,18 @@ class GatedMlp:
             return F.silu(gate).mul_(up)
         # Not F.silu, whose last few elements of a thread's share take another exponential than the others.
         return torch.exp(-gate).add_(1).reciprocal_().mul_(gate).mul_(up)
+
+
+class GeluMlp(GatedMlp):
+    """Gemma's: the gate goes through the tanh form of GELU (Hendrycks and Gimpel 2016)."""
+
+    def _activate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        # (1 + tanh(u)) / 2 is 1 / (1 + exp(-2 u)). Not F.gelu, whose last few elements of a thread's share take
+        # another tanh than the others.
+        gate = gate.float()
+        cubic = gate * gate * gate
+        u = cubic.mul_(0.044715).add_(gate).mul_(-2 * math.sqrt(2 / math.pi))
+        return torch.exp(u).add_(1).reciprocal_().mul_(gate).mul_(up)
 
 
 class ClampedMlp(GatedMlp):

@@ -17,16 +17,33 @@ from engine.cpu.mlp import CpuMlp
 from models.config import Experts
 
 
+class CpuGatedExpert:
+    """An expert that all rows go through, times a sigmoid of a row's own score (Qwen2-MoE)."""
+
+    def __init__(self, gate: Linear, expert: CpuMlp) -> None:
+        self._gate, self._expert = gate, expert
+        self.is_uniform = expert.is_uniform
+
+    def __call__(self, x: torch.Tensor, num_answer_rows: int) -> torch.Tensor:
+        # Not torch.sigmoid, whose last few elements of a thread's share take another exponential than the others.
+        return self._expert(x, num_answer_rows) / (1 + torch.exp(-self._gate(x).float()))
+
+
 class CpuMoE:
-    def __init__(self, config: Experts, router: Linear, experts: Sequence[CpuMlp]) -> None:
-        self._config, self._router, self._experts = config, router, experts
-        self.is_uniform = all(expert.is_uniform for expert in experts)
+    """A mixture; `shared` is an expert that all rows go through besides, if there is one."""
+
+    def __init__(
+        self, config: Experts, router: Linear, experts: Sequence[CpuMlp], shared: CpuMlp | None = None
+    ) -> None:
+        self._config, self._router, self._experts, self._shared = config, router, experts, shared
+        self.is_uniform = all(expert.is_uniform for expert in (*experts, *((shared,) if shared else ())))
 
     def __call__(self, x: torch.Tensor, num_answer_rows: int) -> torch.Tensor:
         if not len(x):  # a chunk that ends no prompt goes no further than the last attention
             return x
         weights_MK, ids_MK = self._route(x)
-        return _weighted_sum(_through(self._experts, x, ids_MK, num_answer_rows), weights_MK)
+        total = _weighted_sum(_through(self._experts, x, ids_MK, num_answer_rows), weights_MK)
+        return total if self._shared is None else total + self._shared(x, num_answer_rows)
 
     def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What each row's experts are weighed by, the heaviest first, and which they are, `[M, K]` each."""

@@ -4,12 +4,16 @@ import torch
 
 from checkpoint.checkpoint import Progress
 from engine.cpu.decoder import CpuLayerWeights, DecoderWeights
-from engine.cpu.linear import Linear, NumberFormat
-from engine.cpu.mlp import ClampedMlp, CpuMlp, GatedMlp
-from engine.cpu.moe import CpuMoE, CpuSharedExpertMoE
+from engine.cpu.linear import Linear, NumberFormat, PhasedLinear
+from engine.cpu.mlp import ClampedMlp, CpuMlp, GatedMlp, GeluMlp
+from engine.cpu.moe import CpuGatedExpert, CpuMoE, CpuSharedExpertMoE
 from engine.model_loader.checkpoint_weights import WeightSource
 from engine.model_loader.decoder_tensors import Expert, ModelTensors, layer_prefix, widened
-from models.config import ModelConfig
+from models.config import Activation, AttentionKind, ModelConfig, NormPlacement
+
+_NORMS_BEFORE = ("input_layernorm", "post_attention_layernorm")
+_NORMS_AFTER = ("post_self_attn_layernorm", "post_mlp_layernorm")
+_MLPS = {Activation.SILU: GatedMlp, Activation.GELU_TANH: GeluMlp}
 
 
 def load_weights(
@@ -32,27 +36,30 @@ class _CpuWeightLoader:
         self._tensors = ModelTensors(config, source, interleaved=True)
 
     def layer(self, index: int) -> CpuLayerWeights:
-        tensors, prefix = self._tensors, layer_prefix(index)
-        attention_gain = self._gain(prefix + "input_layernorm")
-        mlp_gain = self._gain(prefix + "post_attention_layernorm")
+        tensors, prefix, config = self._tensors, layer_prefix(index), self._config
+        attention_gain, mlp_gain = (self._gain_before(prefix + name) for name in _NORMS_BEFORE)
+        attention_out_gain, mlp_out_gain = (self._gain_after(prefix + name) for name in _NORMS_AFTER)
+        spec = config.layer(index)
         return CpuLayerWeights(
             attention_gain=self._unfolded(attention_gain),
             qkv=self._format.pack(self._fold(tensors.fused(prefix, "qkv"), attention_gain), tensors.qkv_bias(prefix)),
-            output=self._format.pack(tensors.fused(prefix, "output"), tensors.output_bias(prefix)),
+            output=self._added(tensors.fused(prefix, "output"), tensors.output_bias(prefix)),
             mlp_gain=self._unfolded(mlp_gain),
             mlp=self._mlp(index, mlp_gain),
             q_gain=self._head_gain(index, "q"),
             k_gain=self._head_gain(index, "k"),
             sinks_KG=self._sinks(prefix),
-            has_window=index in self._config.windowed_layers,
-            is_rotated=index not in self._config.no_rope_layers,
+            has_window=spec.attention is not AttentionKind.FULL,
+            is_rotated=spec.rope is not None,
+            attention_out_gain=attention_out_gain,
+            mlp_out_gain=mlp_out_gain,
         )
 
     def _sinks(self, prefix: str) -> torch.Tensor | None:
         sinks = self._tensors.sinks(prefix)
         return None if sinks is None else sinks.view(self._config.num_kv_heads, -1)
 
-    def _mlp(self, index: int, gain: torch.Tensor) -> CpuMlp:
+    def _mlp(self, index: int, gain: torch.Tensor | None) -> CpuMlp:
         tensors, prefix, experts = self._tensors, layer_prefix(index), self._config.experts_of(index)
         if experts is None:
             return self._gated(prefix, "gate_up", "down", gain)
@@ -60,33 +67,53 @@ class _CpuWeightLoader:
         each = [self._expert(expert, gain) for expert in tensors.experts(prefix)]
         if experts.as_llama4:
             return CpuSharedExpertMoE(router, each, self._gated(prefix, "shared_gate_up", "shared_down", gain))
+        if experts.shared_size:
+            gate = self._format.router(self._fold(tensors.shared_gate(prefix), gain), None)
+            shared = self._gated(prefix, "shared_gate_up", "shared_down", gain)
+            return CpuMoE(experts, router, each, CpuGatedExpert(gate, shared))
         return CpuMoE(experts, router, each)
 
-    def _gated(self, prefix: str, gate_up: str, down: str, gain: torch.Tensor) -> CpuMlp:
+    def _gated(self, prefix: str, gate_up: str, down: str, gain: torch.Tensor | None) -> CpuMlp:
         first = self._format.pack(self._fold(self._tensors.fused(prefix, gate_up), gain))
-        return GatedMlp(first, self._format.pack(self._tensors.fused(prefix, down)))
+        kind = _MLPS[self._config.activation]
+        return kind(first, self._added(self._tensors.fused(prefix, down), None))
 
-    def _expert(self, expert: Expert, gain: torch.Tensor) -> CpuMlp:
+    def _expert(self, expert: Expert, gain: torch.Tensor | None) -> CpuMlp:
         gate_up = self._format.pack(self._fold(widened(expert.gate_up), gain), expert.gate_up_bias)
-        kind = GatedMlp if expert.gate_up_bias is None else ClampedMlp
-        return kind(gate_up, self._format.pack(widened(expert.down), expert.down_bias))
+        kind = _MLPS[self._config.activation] if expert.gate_up_bias is None else ClampedMlp
+        return kind(gate_up, self._added(widened(expert.down), expert.down_bias))
 
     def ends(self) -> tuple[torch.Tensor, torch.Tensor | None, Linear]:
         """The embedding table, the final norm's gain unless folded, and the output head."""
         embedding = self._tensors.embedding()
         head = embedding if self._config.tied_embeddings else self._tensors.fused("", "head")
-        gain = self._gain("model.norm")
+        gain = self._gain("model.norm") * self._config.multipliers.logits
         return embedding, self._unfolded(gain), self._format.head(self._fold(head, gain), None)
 
     def _gain(self, name: str) -> torch.Tensor:
         return self._tensors.gain(name) * self._config.hidden_size**0.5
 
-    def _fold(self, weight: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
-        return weight * gain if self._format.folds else weight
+    def _gain_before(self, name: str) -> torch.Tensor | None:
+        return None if self._config.norms is NormPlacement.AFTER else self._gain(name)
 
-    def _unfolded(self, gain: torch.Tensor) -> torch.Tensor | None:
+    def _gain_after(self, name: str) -> torch.Tensor | None:
+        if self._config.norms is NormPlacement.BEFORE:
+            return None
+        return self._gain(name) * self._config.multipliers.residual
+
+    def _added(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PhasedLinear:
+        """Return what is added to the residual, times what the model multiplies that by."""
+        share = self._config.multipliers.residual
+        if share != 1 and self._config.norms is NormPlacement.BEFORE:
+            weight, bias = weight * share, None if bias is None else bias * share
+        return self._format.pack(weight, bias)
+
+    def _fold(self, weight: torch.Tensor, gain: torch.Tensor | None) -> torch.Tensor:
+        return weight * gain if self._format.folds and gain is not None else weight
+
+    def _unfolded(self, gain: torch.Tensor | None) -> torch.Tensor | None:
         return None if self._format.folds else gain
 
     def _head_gain(self, index: int, name: str) -> torch.Tensor | None:
         gain = self._tensors.head_gain(index, name)
-        return None if gain is None else gain * self._config.head_dim**0.5
+        return None if gain is None else gain * len(gain) ** 0.5

@@ -18,7 +18,7 @@ from checkpoint import Checkpoint, Progress, open_checkpoint
 from contracts.errors import ConfigError, TransferError
 from contracts.layout import KVLayout
 from engine.backend import Backend, Drafting
-from engine.cache.sizing import MIN_BLOCKS, blocks_in, kv_layout, model_len, wanted_model_len
+from engine.cache.sizing import MIN_BLOCKS, blocks_in, for_context, kv_layout, model_len, wanted_model_len
 from engine.cuda.device_sampler import DeviceSampler, SamplingKernel
 from engine.cuda.draft_head import drafter_of, open_draft_head
 from engine.cuda.graphs.decode_graphs import DecodeGraphs
@@ -116,6 +116,7 @@ class DeviceBackendBuilder:
         device: torch.device,
         team: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
+        checkpoint = for_context(checkpoint, settings)
         found = require_settings(settings, checkpoint, device)
         self._settings = replace(settings, dtype=resolve_device_dtype(settings.dtype, checkpoint, found.cc))
         self._checkpoint, self._group, self._device = checkpoint, team, device

@@ -2,9 +2,10 @@
 
 import logging
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import gguf
@@ -17,35 +18,22 @@ from checkpoint.gguf.file import GgufFile, TensorInfo
 from checkpoint.huggingface.safetensors_index import tensor_files
 from checkpoint.quantization import Quantization
 from contracts.errors import ConfigError
+from engine.model_loader.gguf_names import gguf_place
 from engine.model_loader.quantized_matrices import Quantized, QuantizedMatrices
+from models.config import ModelConfig
+from models.family import GgufForm, TensorNames
+from models.registry import family_of
 
 _log = logging.getLogger(__name__)
 
 ToDevice = Callable[[torch.Tensor], torch.Tensor]
 """Copies a tensor of a mapped file to where the model runs. The tensor may go when this returns."""
-_LLAMA4 = "llama4"
-_VISION = ("vision_model.", "multi_modal_projector.")
+_AS_LLAMA, _GAIN = TensorNames(), "norm.weight"
 _LAYER, _GGUF_LAYER = re.compile(r"model\.layers\.(\d+)\."), re.compile(r"blk\.(\d+)\.")
 _GGUF_KINDS = {
     torch.float32: gguf.GGMLQuantizationType.F32,
     torch.float16: gguf.GGMLQuantizationType.F16,
     torch.bfloat16: gguf.GGMLQuantizationType.BF16,
-}
-_GGUF_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
 }
 
 
@@ -79,6 +67,28 @@ class TensorSlice:
 
     def along(self, dim: int) -> "TensorSlice":
         return replace(self, dim=dim)
+
+
+@dataclass(frozen=True)
+class FusedRows:
+    """The place of a matrix in one that holds several: `module` is that one's name."""
+
+    module: str
+    rows: range
+
+
+def fused_rows(config: ModelConfig, names: TensorNames) -> dict[str, FusedRows]:
+    """Return module -> where it is stored, of those that a family stores as one."""
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    heights = {"q_proj": q, "k_proj": kv, "v_proj": kv}
+    found: dict[str, FusedRows] = {}
+    for module, parts in names.fused.items():
+        first = 0
+        for part in parts:
+            height = heights.get(part.rpartition(".")[2], config.intermediate_size)
+            found[part] = FusedRows(module, range(first, first + height))
+            first += height
+    return found
 
 
 @dataclass(frozen=True)
@@ -131,11 +141,13 @@ def open_weights(checkpoint: Checkpoint, to_device: ToDevice | None = None) -> S
 
     Raises ConfigError for weights of another number of layers than their configuration says.
     """
+    family = family_of(checkpoint.config.family, str(checkpoint.path))
+    rows = fused_rows(checkpoint.config, family.names)
     if checkpoint.format is WeightFormat.GGUF:
-        source = GgufWeights(checkpoint)
+        assert family.gguf is not None, "a GGUF file of it was not opened"
+        source = GgufWeights(checkpoint.path, family.gguf, rows)
     else:
-        is_llama4 = checkpoint.config.family == _LLAMA4
-        source = SafetensorsWeights(checkpoint.path, to_device, checkpoint.quantization, is_llama4)
+        source = SafetensorsWeights(checkpoint.path, to_device, checkpoint.quantization, family.names, rows)
     _require_layers(source.layers, checkpoint)
     return source
 
@@ -154,27 +166,28 @@ def _require_layers(found: Collection[int], checkpoint: Checkpoint) -> None:
 
 
 class SafetensorsWeights:
-    """The tensors of a folder of safetensors.
-
-    Those of a Llama 4 are named as other families' are; what belongs to its vision tower is left.
-    """
+    """The tensors of a folder of safetensors, by the names that Llama's have."""
 
     def __init__(
         self,
         folder: Path,
         to_device: ToDevice | None = None,
         quantization: Quantization | None = None,
-        is_llama4: bool = False,
+        names: TensorNames = _AS_LLAMA,
+        rows: Mapping[str, FusedRows] = MappingProxyType({}),
     ) -> None:
-        self._folder, self._to_device, self.interleaved = folder, to_device, is_llama4
+        self._folder, self._to_device, self._names = folder, to_device, names
+        self.interleaved = names.interleaved
         self._files = tensor_files(folder)
-        self._stored = llama4_names(self._files) if is_llama4 else {name: name for name in self._files}
+        self._stored, self._rows = _with_parts(llama_names(self._files, names), rows)
         self.quantized = None if quantization is None else QuantizedMatrices(quantization, self._find, self._module)
 
     def tensor(self, name: str, cut: TensorSlice | None = None) -> torch.Tensor:
         module, _, kind = name.rpartition(".")
         matrix = self.quantized.matrix(module) if self.quantized is not None and kind == "weight" else None
         tensor = self._plain(name, cut) if matrix is None else _cut(matrix.dense(), cut)
+        if self._names.gain_offset and name.endswith(_GAIN):
+            tensor = tensor.float() + self._names.gain_offset
         return tensor.float().contiguous() if self._to_device is None and tensor.is_floating_point() else tensor
 
     def blocks(self, name: str) -> StoredBlocks:
@@ -217,7 +230,10 @@ class SafetensorsWeights:
         try:
             with safe_open(self._file(name), framework="pt") as file:
                 stored = self._stored[name]
-                tensor = file.get_tensor(stored) if cut is None else _part(file.get_slice(stored), cut)
+                if (rows := self._rows.get(name)) is not None:
+                    tensor = _cut(file.get_slice(stored)[rows.start : rows.stop], cut)
+                else:
+                    tensor = file.get_tensor(stored) if cut is None else _part(file.get_slice(stored), cut)
                 return tensor if self._to_device is None else self._to_device(tensor)
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"cannot read '{name}' from {self._file(name)}: {error}") from error
@@ -227,16 +243,12 @@ class SafetensorsWeights:
 
 
 class GgufWeights:
-    """The tensors of a GGUF file.
-
-    llama.cpp's converter permutes the rows of q and k in Llama and Mistral files, and in no others.
-    """
+    """The tensors of a GGUF file. `rows`: where those are that it stores as one."""
 
     quantized = None  # its formats are widened as they are read
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._file = GgufFile.open(checkpoint.path)
-        self.interleaved = self._file.metadata["general.architecture"] == "llama"
+    def __init__(self, path: Path, form: GgufForm, rows: Mapping[str, FusedRows]) -> None:
+        self._file, self.interleaved, self._rows = GgufFile.open(path), form.interleaved, rows
 
     @property
     def layers(self) -> set[int]:
@@ -244,23 +256,43 @@ class GgufWeights:
         return {int(match[1]) for name in self._file.tensors if (match := _GGUF_LAYER.match(name))}
 
     def blocks(self, name: str) -> StoredBlocks:
-        """Return a tensor's bytes. Raises ConfigError if the file lacks it."""
-        info = self._info(name)
-        return StoredBlocks(info.kind, self._file.blocks(info), info.shape)
+        """Return a tensor's bytes. Raises ConfigError if the file lacks it, or has no such row of an expert."""
+        fused = next((place for part, place in self._rows.items() if name.endswith(f".{part}.weight")), None)
+        if fused is not None:
+            return self._fused(name, fused)
+        place = gguf_place(name)
+        info = self._info(place.name)
+        blocks = self._file.blocks(info)
+        if place.expert is None:
+            return StoredBlocks(info.kind, blocks, info.shape)
+        if len(info.shape) != 3 or place.expert >= info.shape[0]:
+            raise ConfigError(
+                f"{self._file.path}: '{place.name}' is {list(info.shape)}; it lacks {place.expert + 1} experts"
+            )
+        height = info.shape[1]
+        return StoredBlocks(info.kind, blocks[place.expert * height :][:height], info.shape[1:])
+
+    def _fused(self, name: str, fused: FusedRows) -> StoredBlocks:
+        """Return the rows of a matrix that is stored in one with others."""
+        layer = name.rpartition(".self_attn.")[0] or name.rpartition(".mlp.")[0]
+        info = self._info(gguf_place(f"{layer}.{fused.module}.weight").name)
+        blocks = self._file.blocks(info)[fused.rows.start : fused.rows.stop]
+        return StoredBlocks(info.kind, blocks, (len(blocks), info.shape[1]))
 
     def _info(self, name: str) -> TensorInfo:
-        info = self._file.tensors.get(gguf_name(name))
+        info = self._file.tensors.get(name)
         if info is None:
-            raise ConfigError(f"{self._file.path} lacks the tensor '{gguf_name(name)}'")
+            raise ConfigError(f"{self._file.path} lacks the tensor '{name}'")
         return info
 
     def tensor(self, name: str, cut: TensorSlice | None = None) -> torch.Tensor:
-        info = self._info(name)
+        stored = self.blocks(name)
         try:
-            values = gguf.dequantize(np.array(self._file.blocks(info)), info.kind)
+            values = gguf.dequantize(np.array(stored.rows), stored.kind)
         except NotImplementedError as error:
-            raise ConfigError(f"{self._file.path}: the format {info.kind.name} of '{name}' is not supported") from error
-        tensor = torch.from_numpy(np.ascontiguousarray(values.reshape(info.shape), np.float32))
+            words = f"the format {stored.kind.name} of '{name}' is not supported"
+            raise ConfigError(f"{self._file.path}: {words}") from error
+        tensor = torch.from_numpy(np.ascontiguousarray(values.reshape(stored.shape), np.float32))
         return _cut(tensor, cut)
 
 
@@ -275,21 +307,34 @@ def _part(stored: Any, cut: TensorSlice) -> torch.Tensor:
     return torch.cat(wanted, cut.dim) if len(wanted) > 1 else wanted[0]
 
 
-def llama4_names(stored: Collection[str]) -> dict[str, str]:
-    """Return names as other families have them -> as they are stored.
+def llama_names(stored: Collection[str], names: TensorNames) -> dict[str, str]:
+    """Return names as Llama has them -> as they are stored.
 
-    `model.layers.1.mlp.down_proj.weight` -> `language_model.model.layers.1.feed_forward.down_proj.weight`. Without what
-    belongs to images.
+    `model.layers.1.mlp.down_proj.weight` -> `language_model.model.layers.1.feed_forward.down_proj.weight` of a Llama 4.
+    Without what belongs to images.
     """
-    text = [name for name in stored if not name.startswith(_VISION)]
+    text = [name for name in stored if not names.left_out or not name.startswith(names.left_out)]
     num_left = len(stored) - len(text)
     if num_left:
         _log.info("%d tensors of the vision tower are not read: text alone is served", num_left)
-    return {name.removeprefix("language_model.").replace(".feed_forward.", ".mlp."): name for name in text}
+    return {_renamed(name, names): name for name in text}
 
 
-def gguf_name(name: str) -> str:
-    """Return `blk.3.attn_q.weight` for `model.layers.3.self_attn.q_proj.weight`."""
-    stem, _, kind = name.rpartition(".")
-    layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", stem)
-    return f"blk.{layer[1]}.{_GGUF_NAMES[layer[2]]}.{kind}" if layer else f"{_GGUF_NAMES[stem]}.{kind}"
+def _with_parts(stored: dict[str, str], parts: Mapping[str, FusedRows]) -> tuple[dict[str, str], dict[str, range]]:
+    """Return the names with those of parts of matrices that are stored as one, and the rows of such parts."""
+    names, rows = {}, {}
+    for name, there in stored.items():
+        module, _, kind = name.rpartition(".")
+        found = {part: place.rows for part, place in parts.items() if module.endswith(place.module)}
+        stem = module.rpartition(".")[0].rpartition(".")[0]
+        for part, part_rows in found.items():
+            names[f"{stem}.{part}.{kind}"], rows[f"{stem}.{part}.{kind}"] = there, part_rows
+        if not found:
+            names[name] = there
+    return names, rows
+
+
+def _renamed(name: str, names: TensorNames) -> str:
+    for stored, known in names.renamed:
+        name = name.replace(stored, known)
+    return name

@@ -87,7 +87,7 @@ class ModelTensors:
             "lm_head": (num_head_rows or config.vocab_size, hidden),
         }
         if config.experts is not None:
-            inner = config.experts.intermediate_size
+            inner = config.experts.shared_size or config.experts.intermediate_size
             self._shapes |= {f"mlp.shared_expert.{name}_proj": (inner, hidden) for name in ("gate", "up")}
             self._shapes |= {"mlp.shared_expert.down_proj": (hidden, inner)}
 
@@ -133,14 +133,26 @@ class ModelTensors:
             return torch.ones(self._config.head_dim)
         if not self._config.qk_norm:
             return None
-        return self._rotary_order(
-            self._tensor(f"{layer_prefix(index)}self_attn.{name}_norm.weight", self._config.head_dim)
-        )
+        stored = f"{layer_prefix(index)}self_attn.{name}_norm.weight"
+        return self._rotary_order(self._tensor(stored, self._head_gain_width(name)))
+
+    def _head_gain_width(self, name: str) -> int:
+        if not self._config.joint_qk_norm:
+            return self._config.head_dim
+        return self._shapes[_Q if name == "q" else _K][0]
 
     def router(self, prefix: str) -> torch.Tensor:
         """Return what scores the experts of a layer, one row each."""
         module = "router" if self._experts.as_gpt_oss or self._experts.as_llama4 else "gate"
         return self._tensor(f"{prefix}mlp.{module}.weight", self._experts.count, self._config.hidden_size)
+
+    def shared_gate(self, prefix: str) -> torch.Tensor:
+        """Return what scores the shared expert of a layer, one row; GGUF files have it as a vector."""
+        name = prefix + "mlp.shared_expert_gate.weight"
+        row = self._source.tensor(name)
+        row = row[None] if row.dim() == 1 else row
+        self._check(name, tuple(row.shape), (1, self._config.hidden_size))
+        return row
 
     def router_bias(self, prefix: str) -> torch.Tensor | None:
         return self._tensor(prefix + "mlp.router.bias", self._experts.count) if self._experts.as_gpt_oss else None
@@ -257,16 +269,24 @@ class ModelTensors:
     def _rotated_rows(self, matrix: StoredMatrix) -> StoredMatrix:
         if self._interleaved == self._source.interleaved:
             return matrix
+        assert self._config.rotary_width == self._config.head_dim, "no quantized matrix is turned in part"
         assert isinstance(matrix, Fp8Matrix) and not matrix.is_blocks, "no other is opened with its pairs interleaved"
         return replace(matrix, weight=self._rotary_order(matrix.weight), scale=self._rotary_order(matrix.scale))
 
     def _rotary_order(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Rows of each head from pairs (x0, y0, x1, y1, ..) to halves (x0, x1, .., y0, y1, ..), or back."""
-        if self._interleaved == self._source.interleaved:
+        """Rows of each head from pairs (x0, y0, x1, y1, ..) to halves (x0, x1, .., y0, y1, ..), or back.
+
+        Rows that are not turned come behind the others in a file, and are taken for pairs as they follow.
+        """
+        head_dim, width = self._config.head_dim, self._config.rotary_width
+        if self._interleaved == self._source.interleaved and (self._interleaved or width == head_dim):
             return tensor
-        half = self._config.head_dim // 2
-        split = (2, half) if self._interleaved else (half, 2)
-        return tensor.view(-1, *split, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+        heads = tensor.view(-1, head_dim, *tensor.shape[1:])
+        if not self._source.interleaved:
+            heads = torch.cat([_exchanged(heads[:, :width], 2, width // 2), heads[:, width:]], 1)
+        if not self._interleaved:
+            heads = _exchanged(heads, head_dim // 2, 2)
+        return heads.reshape(tensor.shape)
 
     def _tensor(self, name: str, *shape: int) -> torch.Tensor:
         tensor = self._source.tensor(name)
@@ -276,6 +296,11 @@ class ModelTensors:
     def _check(self, name: str, found: tuple[int, ...], shape: tuple[int, ...]) -> None:
         if found != shape:
             raise ConfigError(f"the tensor '{name}' is {list(found)}; its configuration says {list(shape)}")
+
+
+def _exchanged(heads: torch.Tensor, first: int, second: int) -> torch.Tensor:
+    """`[heads, first * second, ..]` -> `[heads, second * first, ..]`, the two exchanged."""
+    return heads.reshape(len(heads), first, second, *heads.shape[2:]).transpose(1, 2).flatten(1, 2)
 
 
 def widened(matrix: ExpertMatrix) -> torch.Tensor:

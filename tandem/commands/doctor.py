@@ -23,6 +23,7 @@ from contracts.errors import ConfigError, TandemError
 from coordinator.store.local_server import RedisServer, find_server, hide_password
 from engine.cuda.model.format_choice import experts_changed, kept_as, resolve_device_dtype
 from engine.cuda.model.memory_footprint import least_weights_nbytes
+from engine.cuda.model.missing_features import missing_feature
 from process.memory_limit import available_nbytes, limit_nbytes
 from service.version import release
 from tandem.commands import tier_checks
@@ -229,7 +230,7 @@ def _gpu(options: argparse.Namespace) -> Iterator[tuple[str, Level]]:
     except ConfigError:  # reported by _model
         return
     yield from explain_weights(checkpoint, found)
-    if found.device == "cuda":
+    if found.device == "cuda" and not missing_feature(checkpoint.config):
         yield from explain_room(checkpoint, [look_at(index) for index in range(count_gpus())])
 
 
@@ -237,6 +238,8 @@ def explain_weights(checkpoint: Checkpoint, found: "Caps") -> Iterator[tuple[str
     """Explain how a GPU of these capabilities holds a model's weights, and why not as they are stored."""
     if found.device != "cuda":
         return
+    if lacking := missing_feature(checkpoint.config):
+        return (yield f"a GPU does not serve this model, which has {lacking}: set --device to cpu", Level.WARNING)
     chosen = resolve_device_dtype("auto", checkpoint, found.cc)
     yield f"dtype auto holds this model's weights as {chosen} here", Level.OK
     quantization, has_mxfp4 = checkpoint.quantization, _has_mxfp4(checkpoint)

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoTokenizer
 from checkpoint import Advice, open_checkpoint
 from checkpoint.fingerprint import weights_fingerprint
 from checkpoint.gguf.file import GgufFile
-from checkpoint.huggingface.folder import model_config
+from checkpoint.huggingface.model_config import model_config
 from checkpoint.huggingface.safetensors_index import tensor_files
 from checkpoint.quantization import Scheme
 from contracts.errors import ConfigError
@@ -74,7 +74,13 @@ LLAMA4 = {
     "no_rope_layers": [],
     "attn_temperature_tuning": 4,
 }
-MISTRAL, QWEN2 = ({"architectures": [f"{name}ForCausalLM"]} for name in ("Mistral", "Qwen2"))
+MISTRAL, QWEN2, PHI3 = ({"architectures": [f"{name}ForCausalLM"]} for name in ("Mistral", "Qwen2", "Phi3"))
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.5],
+    "long_factor": [2.0, 8.0],
+    "original_max_position_embeddings": 16,
+}
 WINDOW = {"sliding_window": 32, "use_sliding_window": True}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -361,24 +367,37 @@ def test_a_shard_that_is_not_there_is_named(folder):
     [
         (
             {"architectures": ["GPT2LMHeadModel"]},
-            "'GPT2LMHeadModel' is not supported; supported are gpt_oss, llama, llama4, mistral",
+            "'GPT2LMHeadModel' is not supported; supported are gemma3, glm4, gpt_oss, granite, llama, llama4, mistral",
         ),
-        ({**MISTRAL, "sliding_window": 32, "use_sliding_window": False}, "sliding-window attention"),
-        ({"sliding_window": 32}, "sliding-window attention"),
-        ({**QWEN2, **WINDOW, "max_window_layers": 0}, r"sliding-window attention \(32 of 64 tokens\) is not"),
-        ({**QWEN2, **WINDOW, "layer_types": ["sliding_attention"]}, r"sliding-window attention \(32 of 64 tokens\)"),
-        ({"rope_scaling": {"rope_type": "longrope"}}, "rope scaling 'longrope' is not supported"),
+        ({"sliding_window": 32}, r"sliding-window attention \(32 of 64 tokens\) is not supported"),
+        ({**MISTRAL, "sliding_window": 0}, "sliding_window is 0; a whole number from 1"),
+        ({**QWEN2, **WINDOW, "layer_types": ["chunked_attention"]}, "layer_types must say sliding_attention or full"),
+        ({"rope_scaling": {"rope_type": "ntk"}}, "rope scaling 'ntk' is not supported; supported are default, dynamic"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "lacks 'factor'"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor of its rope scaling is 0; a number above 0"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "lacks 'original_max_position_embeddings', which longrope needs"),
+        (
+            {"rope_scaling": LONGROPE | {"short_factor": [1.0, "a"]}},
+            "short_factor of its rope scaling is 'a'; a number",
+        ),
+        ({"rope_scaling": LONGROPE | {"long_factor": 2.0}}, "long_factor is 2.0; a list of numbers is expected"),
+        (
+            {"rope_scaling": LONGROPE | {"long_factor": [1.0]}},
+            "short_factor has 2 numbers, long_factor 1; one each a pair",
+        ),
+        (
+            {"rope_scaling": LONGROPE, "head_dim": 8},
+            "long_factor has 2 numbers; heads of 8 columns, of which 8 are turned",
+        ),
+        ({"rope_scaling": LONGROPE | {"long_mscale": 1.2}}, "longrope with long_mscale is not supported"),
+        ({**PHI3, "partial_rotary_factor": 0.3}, "partial_rotary_factor is 0.3 of 4 columns; an even part is expected"),
+        ({**PHI3, "partial_rotary_factor": 2}, "partial_rotary_factor is 2 of 4 columns; an even part is expected"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "lacks 'factor'"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4, "mscale": 1.0}}, "yarn with mscale is not supported"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4, "mscale": "a"}},
+            "mscale of its rope scaling is 'a'; a num",
+        ),
         ({"num_hidden_layers": 3, "hidden_size": None}, "hidden_size is None; a whole number from 1 to 2147483647"),
-        (
-            {**MISTRAL, "max_position_embeddings": 8192},
-            r"sliding-window attention \(4096 of 8192 tokens\) is not supported",
-        ),
-        (
-            {**MISTRAL, "sliding_window": 64, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-            r"sliding-window attention \(64 of 256 tokens\) is not supported",
-        ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5: rope that turns a part of each head is not"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}}, "partial_rotary_factor is 0.25"),
         (
@@ -407,7 +426,7 @@ def test_a_shard_that_is_not_there_is_named(folder):
         ({"rope_theta": 2**70}, "rope_theta is 1180591620717411303424; a number above 1, and at most"),
         ({"architectures": "LlamaForCausalLM"}, "architectures is 'LlamaForCausalLM'; a list of names is expected"),
         ({"rope_scaling": "linear"}, "rope_scaling is 'linear'; a table is expected"),
-        ({**MISTRAL, "sliding_window": "a"}, "a value of the wrong kind"),
+        ({**MISTRAL, "sliding_window": "a"}, "sliding_window is 'a'; a whole number from 1"),
         ({"rope_scaling": LLAMA3 | {"factor": "8"}}, "factor of its rope scaling is '8'; a number above 0"),
         ({"rope_scaling": LLAMA3 | {"low_freq_factor": None}}, "low_freq_factor of its rope scaling is None; a number"),
         ({"rope_scaling": LLAMA3 | {"low_freq_factor": 5.0}}, "low_freq_factor is 5.0; no more than high_freq_factor"),
@@ -470,6 +489,28 @@ def test_a_table_of_quantization_of_another_kind_is_refused_by_its_field(folder,
 
 
 @pytest.mark.parametrize(
+    ("config", "window", "layers"),
+    [
+        ({**CONFIG, **MISTRAL, "sliding_window": 32, "use_sliding_window": False}, 32, (0,)),
+        ({**CONFIG, **MISTRAL, "max_position_embeddings": 8192}, 4096, (0,)),
+        ({**CONFIG, **MISTRAL, "sliding_window": None}, 0, ()),
+        ({**CONFIG, **MISTRAL, "sliding_window": 64}, 0, ()),
+        ({**CONFIG, **MISTRAL, "sliding_window": 64, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 64, (0,)),
+        ({**CONFIG, **QWEN2, **WINDOW, "max_window_layers": 0}, 32, (0,)),
+        ({**CONFIG, **QWEN2, **WINDOW}, 0, ()),
+        ({**CONFIG, **QWEN2, **WINDOW, "layer_types": ["sliding_attention"]}, 32, (0,)),
+        ({**CONFIG, **QWEN2, **WINDOW, "use_sliding_window": False}, 0, ()),
+        ({**QWEN3_MOE, **WINDOW}, 32, (0, 1, 2, 3)),
+        ({**CONFIG, **PHI3}, 0, ()),
+        ({**CONFIG, **PHI3, "sliding_window": 32}, 32, (0,)),
+    ],
+)
+def test_windows_are_those_of_transformers_layers(config, window, layers):
+    found = model_config(config, "here")
+    assert (found.window, found.windowed_layers) == (window, layers)
+
+
+@pytest.mark.parametrize(
     ("stated", "changes", "length"),
     [(64, {}, 256), (64, {"original_max_position_embeddings": 32}, 128), (512, {}, 2048), (512, {"factor": 0.5}, 512)],
 )
@@ -516,7 +557,6 @@ def test_a_configuration_that_states_no_architecture_is_known_by_its_model_type(
     [
         ({"num_experts_per_tok": 9}, "9 of 8 experts in every layer of 1 are not supported"),
         ({"decoder_sparse_step": 0}, "2 of 8 experts in every layer of 0 are not supported"),
-        ({"sliding_window": 32, "use_sliding_window": True}, "sliding-window attention"),
         ({"attention_bias": True}, "without mlp_bias and attention_bias"),
     ],
 )
@@ -621,6 +661,12 @@ def test_a_llama4_is_read_in_fp8_by_row_or_matrix_alone(folder, config, words):
     refused(folder, words)
 
 
+def test_a_quantized_model_of_fused_matrices_is_refused(folder):
+    quantized = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}}
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **PHI3, **quantized}))
+    refused(folder, "quantization_config is of a model that stores self_attn.qkv_proj as one matrix")
+
+
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
 def test_llama3_scaling_is_read_from_both_spellings(key):
     assert model_config({**CONFIG, key: LLAMA3}, "here").rope_scaling == RopeScaling(8.0, 1.0, 4.0, 8192)
@@ -648,6 +694,7 @@ def test_the_base_of_rope_is_that_of_transformers(config, theta, tmp_path):
     ("model_type", "config"),
     [
         *((name, CONFIG) for name in ("llama", "mistral", "qwen2", "qwen3")),
+        *((name, CONFIG) for name in ("granite", "olmo2", "phi3")),
         ("qwen3_moe", QWEN3_MOE),
         ("gpt_oss", GPT_OSS),
         ("llama4_text", LLAMA4 | {"attn_temperature_tuning": True}),
@@ -669,7 +716,7 @@ def test_the_original_context_beside_the_table_of_rope_is_that_of_transformers(s
     reference = AutoConfig.from_pretrained(tmp_path)
     reference.standardize_rope_params()  # as it does before it computes frequencies
     found = model_config(config, "here").rope_scaling
-    assert found is not None
+    assert isinstance(found, RopeScaling | YarnScaling)
     assert found.original_max_position == reference.rope_parameters["original_max_position_embeddings"] == 16
 
 
@@ -687,7 +734,14 @@ def test_a_gguf_file_without_merges_of_another_kind_is_sentencepiece(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("pre", "rule"), [("llama3", "llama-bpe"), ("llama-v3", "llama-bpe"), ("deepseek-r1-qwen", "qwen2")]
+    ("pre", "rule"),
+    [
+        ("llama3", "llama-bpe"),
+        ("llama-v3", "llama-bpe"),
+        ("deepseek-r1-qwen", "qwen2"),
+        ("refact", "smollm"),
+        ("glm4", "dbrx"),
+    ],
 )
 def test_a_rule_has_several_names_in_gguf_files(tmp_path, pre, rule):
     given, named = (open_checkpoint(str(write_gguf(tmp_path / f"{name}.gguf", pre=name))) for name in (pre, rule))
@@ -725,7 +779,7 @@ def test_a_cut_gguf_file_is_damaged_wherever_it_is_cut(tmp_path):
     [
         (
             {"arch": "gpt2"},
-            "architecture 'gpt2' is not supported; supported are gpt_oss, llama, llama4, mistral, qwen2",
+            "architecture 'gpt2' is not supported; supported are gemma3, glm4, gpt_oss, granite, llama, llama4",
         ),
         ({"model": "bert"}, "tokenizer 'bert' is not supported"),
         ({"pre": "gpt-4o"}, "pre-tokenizer 'gpt-4o' is not supported; supported are smollm, llama-bpe, qwen2, tekken"),
@@ -738,7 +792,7 @@ def test_gguf_of_other_kinds_is_refused_by_name(tmp_path, kind, words):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"llama.rope.scaling.factor": 4.0}, "rope scaling 'linear' is not supported"),
+        ({"llama.rope.scaling.type": "yarn"}, "rope scaling 'yarn' is not supported; supported are none, linear"),
         ({"llama.rope.scale_linear": 4.0}, "'llama.rope.scale_linear' is 4.0; it is not supported"),
         ({"llama.rope.dimension_count": 2}, "'llama.rope.dimension_count' is 2; heads have 4 columns, and rope that"),
         ({"llama.attention.scale": 0.5}, "'llama.attention.scale' is 0.5; it is not supported"),
@@ -762,7 +816,7 @@ def test_gguf_fields_that_would_give_wrong_text_are_refused(tmp_path, fields, wo
         ({"llama.attention.head_count_kv": 0}, "llama.attention.head_count_kv is 0; a whole number from 1"),
         ({"llama.attention.layer_norm_rms_epsilon": math.nan}, "layer_norm_rms_epsilon is nan; a number above 0"),
         ({"llama.rope.freq_base": "x"}, "llama.rope.freq_base is 'x'; a number above 1"),
-        ({"llama.expert_count": 8}, "mixture-of-experts is not supported in GGUF files"),
+        ({"llama.expert_count": 8, "llama.expert_used_count": 9}, "9 of 8 experts are not supported"),
         ({"split.count": "x"}, "split.count is of the wrong kind, str; a whole number is expected"),
         ({"tokenizer.chat_template": 1}, "tokenizer.chat_template is of the wrong kind, int; text is expected"),
         ({"tokenizer.ggml.pre": ["smollm"]}, "tokenizer.ggml.pre is of the wrong kind, list; text is expected"),

@@ -5,21 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from bench.models.transformers_oracle import greedy as oracle_greedy
 from engine.engine import Engine
 from engine.loader import load_engine
 from tests.engine.device_engines import device_engine
-from tests.engine.driving import random_prompts, settings
-from tests.engine.tiny_models import FAMILIES, VOCAB, save_tiny
+from tests.engine.driving import settings
+from tests.engine.tiny_models import DEVICE_FAMILIES, save_answered, save_tiny
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
+@pytest.fixture(scope="module", params=DEVICE_FAMILIES)
 def family(request, tmp_path_factory):
     """A tiny model's folder, prompts of the module's LENGTHS, and transformers' 12 greedy tokens after each."""
-    folder = tmp_path_factory.mktemp(request.param)
-    model = save_tiny(folder, request.param)
-    prompts = random_prompts(VOCAB, request.module.LENGTHS)
-    return folder, prompts, [oracle_greedy(model, prompt, 12) for prompt in prompts]
+    return save_answered(tmp_path_factory.mktemp(request.param), request.param, request.module.LENGTHS)
 
 
 @pytest.fixture(scope="session")

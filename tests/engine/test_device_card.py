@@ -20,7 +20,7 @@ from tests.engine.device_engines import (
     noted_launches_of,
 )
 from tests.engine.driving import answers, drain, greedy, random_prompts, request, settings
-from tests.engine.tiny_models import FAMILIES, VOCAB, save_tiny
+from tests.engine.tiny_models import DEVICE_FAMILIES, FAMILIES, VOCAB, save_tiny
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -34,13 +34,13 @@ def card_logits(engine, prompts=FEW):
     return logits_of(engine, prompts).cpu()
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
+@pytest.fixture(scope="module", params=DEVICE_FAMILIES)
 def family(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     return folder, save_tiny(folder, request.param, **CARD)
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
+@pytest.fixture(scope="module", params=DEVICE_FAMILIES)
 def steady(request, tmp_path_factory):
     """A model's folder; where it has experts every row goes through all: rounded otherwise, it might go to another."""
     folder = tmp_path_factory.mktemp(f"{request.param}-steady")

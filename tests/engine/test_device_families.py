@@ -9,7 +9,7 @@ from engine.loader import load_engine
 from kernels.registry import Registry
 from tests.engine.device_engines import device_engine
 from tests.engine.driving import answers, drain, greedy, random_prompts, request, settings, tokens_of
-from tests.engine.tiny_models import VOCAB, save_tiny
+from tests.engine.tiny_models import DEVICE_FAMILIES, FAMILIES, VOCAB, save_tiny
 
 pytestmark = pytest.mark.slow
 
@@ -70,6 +70,30 @@ def test_logprobs_of_given_tokens_are_those_of_the_cpu(family):
         assert [index for index, _ in found or ()] == [index for index, _ in pairs or ()]
         assert [value for _, value in found or ()] == pytest.approx([value for _, value in pairs or ()], abs=1e-3)
     assert [index for index, _ in on_cpu["1", 0]][1:] == [9, 3, 200]
+
+
+REFUSED = {
+    "gemma3": "norms after attention and MLP",
+    "glm4": "norms after attention and MLP",
+    "granite": "multipliers of embedding, residual, attention or logits",
+    "olmo2": "norms after attention and MLP",
+    "qwen2_moe": "a gated shared_expert",
+}
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - set(DEVICE_FAMILIES)))
+def test_families_that_the_cpu_alone_computes_are_refused_by_name(family, tmp_path):
+    save_tiny(tmp_path, family)
+    with pytest.raises(
+        ConfigError, match=f"a model with {REFUSED[family]} is not supported on a GPU: set device to cpu"
+    ):
+        device_engine(tmp_path)
+
+
+def test_a_window_of_a_dense_model_is_refused(tmp_path):
+    save_tiny(tmp_path, "mistral", sliding_window=16)
+    with pytest.raises(ConfigError, match="a model with a sliding_window is not supported on a GPU"):
+        device_engine(tmp_path)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from engine.model_loader.checkpoint_weights import open_weights
 from engine.model_loader.tensor_parallel_shards import Shard, ShardedWeights, shard_config
 from tests.engine.device_engines import tensors_of
 from tests.engine.quantized_models import LAYOUTS, save_quantized
-from tests.engine.tiny_models import FAMILIES, save_mxfp4, save_tiny
+from tests.engine.tiny_models import DEVICE_FAMILIES, save_mxfp4, save_tiny
 
 pytestmark = pytest.mark.slow
 
@@ -53,7 +53,7 @@ def test_every_format_is_known():
 
 
 @pytest.mark.parametrize("dtype", PLAIN)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DEVICE_FAMILIES)
 def test_weights_take_at_least_what_was_told(family, dtype, tmp_path):
     save_tiny(tmp_path, family)
     check(tmp_path, dtype)

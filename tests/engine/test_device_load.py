@@ -20,7 +20,7 @@ from engine.model_loader.checkpoint_weights import open_weights
 from tests.engine.device_engines import FUSIBLE, tensors_of
 from tests.engine.driving import settings
 from tests.engine.launches import noted_launches
-from tests.engine.tiny_models import FAMILIES, save_mxfp4, save_tiny
+from tests.engine.tiny_models import DEVICE_FAMILIES, save_mxfp4, save_tiny
 
 pytestmark = pytest.mark.slow
 
@@ -139,7 +139,7 @@ def test_a_few_layers_stand_for_all(kinds, kept):
 
 
 @pytest.mark.parametrize("dtype", PLAIN)
-@pytest.mark.parametrize("family", [*FAMILIES, "mxfp4"])
+@pytest.mark.parametrize("family", [*DEVICE_FAMILIES, "mxfp4"])
 def test_all_weights_are_made_on_the_device_that_is_asked_for(family, dtype, tmp_path):
     """ "meta" stands for a GPU: an operation on a tensor there and one on the CPU fails."""
     if family == "mxfp4":

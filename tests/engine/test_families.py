@@ -1,6 +1,7 @@
 """Each family's numbers are those of transformers on the same weights."""
 
 import json
+import logging
 
 import pytest
 import torch
@@ -11,11 +12,25 @@ from bench.models.transformers_oracle import oracle
 from contracts.errors import ConfigError
 from engine.loader import load_engine
 from tests.engine.driving import answers, greedy, needs_bfloat16, random_prompts, request, scored, settings
-from tests.engine.tiny_models import VOCAB, save_tiny
+from tests.engine.tiny_models import (
+    DEVICE_FAMILIES,
+    FAMILIES,
+    VOCAB,
+    as_multimodal,
+    change_config,
+    save_answered,
+    save_tiny,
+)
 
 pytestmark = pytest.mark.slow
 
 LENGTHS = (1, 5, 16, 17, 40, 150, 300)  # of the prompts that `family` answers
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def family(request, tmp_path_factory):
+    """The shared one, of each family."""
+    return save_answered(tmp_path_factory.mktemp(request.param), request.param, LENGTHS)
 
 
 def test_greedy_answers_equal_transformers(family):
@@ -107,13 +122,105 @@ def test_another_vocabulary_than_the_weights_have_is_told_before_a_layer_is_load
     assert "load" not in stages
 
 
-@pytest.mark.parametrize("changes", [{}, {"truncate": False, "beta_fast": 16.0}, {"attention_factor": 1.2}])
-def test_yarn_is_that_of_transformers(tmp_path, changes):
-    yarn = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 8.0, "original_max_position_embeddings": 64}
-    model = save_tiny(tmp_path, "llama", rope_parameters=yarn | changes)
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+FACTORS = {"short_factor": [1.0, 1.1, 1.3, 1.7, 2.0, 3.0], "long_factor": [1.0, 1.5, 2.5, 4.0, 7.0, 11.0]}
+"""Factors of the 6 pairs that are turned in a Phi-3's head."""
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        YARN,
+        YARN | {"truncate": False, "beta_fast": 16.0},
+        YARN | {"attention_factor": 1.2},
+        YARN | {"mscale": 1.0, "mscale_all_dim": 0.5},
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "dynamic", "factor": 4.0},
+    ],
+)
+def test_scalings_of_rope_are_those_of_transformers(tmp_path, rope):
+    model = save_tiny(tmp_path, "llama", rope_parameters=rope | {"rope_theta": 1000.0})
     prompts = random_prompts(VOCAB, (40, 150))
     expected = [oracle_greedy(model, prompt, 12) for prompt in prompts]
     assert answers(load_engine(settings(model=str(tmp_path))), prompts, greedy()) == expected
+
+
+@pytest.mark.parametrize(("max_model_len", "lengths"), [(64, (5, 40)), (512, (65, 150))])
+def test_longrope_has_the_factors_of_the_contexts_that_are_served(tmp_path, max_model_len, lengths):
+    """transformers takes those of each prompt's own length."""
+    rope = FACTORS | {"rope_type": "longrope", "rope_theta": 1000.0, "partial_rotary_factor": 0.75}
+    model = save_tiny(tmp_path, "phi3", rope_parameters=rope, original_max_position_embeddings=64)
+    prompts = random_prompts(VOCAB, lengths)
+    expected = [oracle_greedy(model, prompt, 12) for prompt in prompts]
+    engine = load_engine(settings(model=str(tmp_path), max_model_len=max_model_len))
+    assert answers(engine, prompts, greedy()) == expected
+    whole = load_engine(settings(model=str(tmp_path)))
+    assert (whole.layout.model == engine.layout.model) == (max_model_len == 512)
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("mistral", {"sliding_window": 16}),
+        ("mixtral", {"sliding_window": 40}),
+        ("phi3", {"sliding_window": 40}),
+        ("qwen2", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1}),
+        ("qwen3", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 2}),
+        ("qwen3_moe", {"sliding_window": 16, "use_sliding_window": True}),
+    ],
+)
+def test_windows_are_those_of_transformers(tmp_path, family, fields):
+    model = save_tiny(tmp_path, family, **fields)
+    prompts = random_prompts(VOCAB, [5, 40, 150, 300])
+    expected = [oracle_greedy(model, prompt, 12) for prompt in prompts]
+    engine = load_engine(settings(model=str(tmp_path), max_batched_tokens=48, max_num_seqs=3))
+    assert answers(engine, prompts, greedy()) == expected
+    assert answers(engine, prompts, greedy()) == expected
+    assert engine.stats().prefix_hit_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("gemma3", {"query_pre_attn_scalar": 25}),
+        ("gemma3", {"sliding_window": 41}),
+        ("gemma3", {"hidden_size": 96, "layer_types": ["full_attention"] * 3}),
+        ("glm4", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}}),
+        ("granite", {"residual_multiplier": 0.25}),
+        ("granite", {"embedding_multiplier": 11.0}),
+        ("granite", {"attention_multiplier": 0.2}),
+        ("granite", {"logits_scaling": 7.0}),
+        ("qwen2_moe", {"norm_topk_prob": True}),
+    ],
+)
+def test_a_little_of_what_sets_a_family_apart_shows(tmp_path, family, changes):
+    save_tiny(tmp_path, family)
+    (prompt,) = random_prompts(VOCAB, [150])
+    before = torch.tensor(scored(tmp_path, prompt))
+    change_config(tmp_path, changes)
+    assert (torch.tensor(scored(tmp_path, prompt)) - before).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [("float16", 0.02), ("int8", 0.3), pytest.param("bfloat16", 0.15, marks=needs_bfloat16)]
+)
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - set(DEVICE_FAMILIES)))
+def test_numbers_of_other_formats_are_near(tmp_path, family, dtype, bound):
+    """Some fold gains into weights, some do not."""
+    save_tiny(tmp_path, family)
+    (prompt,) = random_prompts(VOCAB, [100])
+    exact, rounded = (torch.tensor(scored(tmp_path, prompt, dtype=each)) for each in ("float32", dtype))
+    assert (rounded - exact).abs().mean() < bound
+
+
+def test_the_text_part_of_a_multimodal_gemma_is_served(tmp_path, caplog):
+    model = save_tiny(tmp_path, "gemma3")
+    prompts = random_prompts(VOCAB, [5, 150])
+    expected = [oracle_greedy(model, prompt, 12) for prompt in prompts]
+    as_multimodal(tmp_path, "Gemma3ForConditionalGeneration", "gemma3", "vision_tower.vision_model.embeddings")
+    with caplog.at_level(logging.INFO):
+        assert answers(load_engine(settings(model=str(tmp_path))), prompts, greedy()) == expected
+    assert "2 tensors of the vision tower are not read: text alone is served" in caplog.text
 
 
 SWITCHED = {"sliding_window": 16, "use_sliding_window": True}

@@ -3,6 +3,7 @@ ones.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,17 +11,31 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    Glm4Config,
+    Glm4ForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     Llama4ForCausalLM,
     Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -28,7 +43,9 @@ from transformers import (
 )
 
 from bench.models.random_model import byte_tokenizer
+from bench.models.transformers_oracle import greedy as oracle_greedy
 from kernels.reference.quant import quantize_mxfp4
+from tests.engine.driving import random_prompts
 
 VOCAB = 320
 LLAMA3_ROPE = {
@@ -58,7 +75,22 @@ YARN = {
     "original_max_position_embeddings": 64,
 }
 
-FAMILIES = {
+FAMILIES: dict[str, Tiny] = {
+    "gemma3": Tiny(
+        Gemma3TextConfig,
+        Gemma3ForCausalLM,
+        {
+            "head_dim": 32,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 40,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 100000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+            },
+        },
+    ),
+    "glm4": Tiny(Glm4Config, Glm4ForCausalLM, {"head_dim": 32}),
     "gpt_oss": Tiny(
         GptOssConfig,
         GptOssForCausalLM,
@@ -69,6 +101,17 @@ FAMILIES = {
             "num_experts_per_tok": 3,
             "sliding_window": 40,
             "rope_parameters": YARN,
+        },
+    ),
+    "granite": Tiny(
+        GraniteConfig,
+        GraniteForCausalLM,
+        {
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.1,
+            "logits_scaling": 8.0,
+            "tie_word_embeddings": True,
         },
     ),
     "llama": Tiny(LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": True}),
@@ -90,7 +133,25 @@ FAMILIES = {
         },
     ),
     "mistral": Tiny(MistralConfig, MistralForCausalLM, {"sliding_window": None, "tie_word_embeddings": False}),
+    "mixtral": Tiny(MixtralConfig, MixtralForCausalLM, {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "olmo2": Tiny(Olmo2Config, Olmo2ForCausalLM),
+    "phi3": Tiny(
+        Phi3Config,
+        Phi3ForCausalLM,
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}},
+    ),
     "qwen2": Tiny(Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": True}),
+    "qwen2_moe": Tiny(
+        Qwen2MoeConfig,
+        Qwen2MoeForCausalLM,
+        {
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 80,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "mlp_only_layers": [0],
+        },
+    ),
     "qwen3": Tiny(Qwen3Config, Qwen3ForCausalLM, {"head_dim": 32, "tie_word_embeddings": False}),
     "qwen3_moe": Tiny(
         Qwen3MoeConfig,
@@ -105,6 +166,9 @@ FAMILIES = {
         },
     ),
 }
+
+DEVICE_FAMILIES = sorted(FAMILIES.keys() - {"gemma3", "glm4", "granite", "olmo2", "qwen2_moe"})
+"""Those that a GPU serves."""
 
 
 def save_tiny(folder: Path, family: str, **changes: Any) -> PreTrainedModel:
@@ -137,6 +201,13 @@ def save_tiny(folder: Path, family: str, **changes: Any) -> PreTrainedModel:
     return model
 
 
+def save_answered(folder: Path, family: str, lengths: Sequence[int]) -> tuple[Path, list[list[int]], list[list[int]]]:
+    """Write a tiny model; return its folder, prompts, and transformers' 12 greedy tokens after each."""
+    model = save_tiny(folder, family)
+    prompts = random_prompts(VOCAB, lengths)
+    return folder, prompts, [oracle_greedy(model, prompt, 12) for prompt in prompts]
+
+
 def save_mxfp4(folder: Path, model: PreTrainedModel) -> None:
     """A saved gpt-oss again, its experts as the released ones have them. `model` takes the rounded weights."""
     file = folder / "model.safetensors"
@@ -159,14 +230,19 @@ def dequantized(pairs: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
     return values[codes] * (2.0 ** (exponents.float() - 127)).repeat_interleave(32, -1)
 
 
-def as_multimodal(folder: Path) -> None:
-    """A saved Llama 4 again, beside a vision tower."""
+def as_multimodal(
+    folder: Path,
+    architecture: str = "Llama4ForConditionalGeneration",
+    model_type: str = "llama4",
+    tower: str = "vision_model.layernorm_pre",
+) -> None:
+    """A saved Llama 4 again, or another, beside a vision tower."""
     file = folder / "model.safetensors"
     tensors = {f"language_model.{name}": tensor for name, tensor in load_file(file).items()}
-    vision = {f"{name}.weight": torch.ones(2, 2) for name in ("vision_model.layernorm_pre", "multi_modal_projector.x")}
+    vision = {f"{name}.weight": torch.ones(2, 2) for name in (tower, "multi_modal_projector.x")}
     save_file(tensors | vision, file)
     config = json.loads((folder / "config.json").read_text())
-    whole = {"architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4", "text_config": config}
+    whole = {"architectures": [architecture], "model_type": model_type, "text_config": config}
     whole |= {key: config.pop(key) for key in ("quantization_config",) if key in config}
     (folder / "config.json").write_text(json.dumps(whole))
 

@@ -31,6 +31,7 @@ from contracts.errors import ConfigError
 from coordinator.settings import CoordinatorSettings
 from gateway.settings import GatewaySettings
 from kernels.caps import Caps
+from models.config import NormPlacement
 from service.settings import read_settings
 from tandem import cli
 from tandem.commands import doctor
@@ -367,6 +368,13 @@ def test_a_plain_gpt_oss_is_not_told_to_be_quantized() -> None:
     assert GPT_OSS_20B.experts is not None
     plain = replace(GPT_OSS_20B, experts=replace(GPT_OSS_20B.experts, is_mxfp4=False))
     assert len(list(doctor.explain_weights(random_checkpoint("random", plain), HOPPER))) == 1
+
+
+def test_doctor_says_which_model_a_gpu_does_not_serve():
+    checkpoint = random_checkpoint("random", replace(LLAMA_8B, norms=NormPlacement.AROUND))
+    ((said, level),) = doctor.explain_weights(checkpoint, HOPPER)
+    assert "a GPU does not serve this model, which has norms after attention and MLP: set --device to cpu" in said
+    assert level is doctor.Level.WARNING
 
 
 def test_keys_with_biases_that_float8_would_ruin_are_explained() -> None:

@@ -20,7 +20,7 @@ from kernels.caps import detect
 from kernels.catalog import registry
 from kernels.specs import AttnSpec, RopeSpec
 from kernels.workspace import decode_workspace_nbytes
-from models.config import ModelConfig
+from models.config import ModelConfig, Multipliers, NormPlacement
 from models.eagle3 import default_aux_layers
 
 PAGE = 64
@@ -177,6 +177,9 @@ def _refuse_others(config: ModelConfig) -> None:
         "norms of q and k": config.qk_norm or config.plain_qk_norm,
         "sinks or windows": config.sinks or bool(config.windowed_layers),
         "layers without rope": bool(config.no_rope_layers),
+        "rope of a part of each head": config.rotary_width != config.head_dim,
+        "norms after attention and MLP": config.norms is not NormPlacement.BEFORE,
+        "multipliers": config.multipliers != Multipliers(),
     }
     if found := [name for name, is_there in others.items() if is_there]:
         raise ConfigError(f"heads for models with {found[0]} cannot be trained here; only for plain Llamas")

@@ -16,7 +16,7 @@ from engine.model_loader.checkpoint_weights import StoredBlocks, StoredWeightSou
 from engine.settings import EngineSettings
 from kernels.cpu.build import BuildError, Say
 from kernels.cpu.native import NativeKernels, load_kernels, unsupported
-from models.config import ModelConfig
+from models.config import Activation, ModelConfig, Multipliers, NormPlacement
 
 NATIVE = "native"
 """The name of the number format: that of the file, KV in bfloat16."""
@@ -83,6 +83,12 @@ def unfit(config: ModelConfig) -> str | None:
         "attention in segments": bool(config.segment),
         "layers without rope": bool(config.no_rope_layers),
         "norms of heads without gains": config.plain_qk_norm,
+        "norms of all heads together": config.joint_qk_norm,
+        "rope of a part of each head": config.rotary_width != config.head_dim,
+        "rope of its own in windows": config.window_rope is not None,
+        "norms after attention and MLP": config.norms is not NormPlacement.BEFORE,
+        "GELU": config.activation is not Activation.SILU,
+        "multipliers": config.multipliers != Multipliers(),
     }
     lacking = [name for name, is_there in has_more.items() if is_there]
     if lacking:

@@ -1,4 +1,4 @@
-"""The settings that a GPU cannot serve, refused before anything is read or started."""
+"""The settings and models that a GPU cannot serve, refused before anything is read or started."""
 
 import torch
 
@@ -6,6 +6,7 @@ from checkpoint import Checkpoint
 from contracts.errors import ConfigError
 from engine.cache.sizing import require_budgets
 from engine.cuda.model.format_choice import resolve_device_dtype
+from engine.cuda.model.missing_features import missing_feature
 from engine.settings import EngineSettings
 from engine.speculative.choice import max_draft_rows
 from kernels import caps
@@ -16,6 +17,8 @@ MIN_BLOCK_SIZE = 64
 
 def require_settings(settings: EngineSettings, checkpoint: Checkpoint, device: torch.device) -> caps.Caps:
     """Return what the device can do. Raises ConfigError, which names the setting."""
+    if lacking := missing_feature(checkpoint.config):
+        raise ConfigError(f"a model with {lacking} is not supported on a GPU: set device to cpu")
     found = caps.detect(device.type)
     if found.triton_error:
         raise ConfigError(caps.unbuildable(found))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from checkpoint.huggingface.folder import model_config
+from checkpoint.huggingface.model_config import model_config
 from engine.cpu.decoder import CpuLayerWeights, Decoder, DecoderWeights
 from engine.cpu.linear import FORMATS, PhasedLinear
 from engine.cpu.mlp import _PART_ROWS, ClampedMlp, CpuMlp, GatedMlp

@@ -58,6 +58,13 @@ def test_answers_equal_transformers(family, level):
         kernels.set_level(kernels.best_level)
 
 
+def test_windows_are_those_of_transformers(tmp_path):
+    model = save_tiny(tmp_path, "mistral", **SHAPE, sliding_window=40)
+    prompts = random_prompts(VOCAB, LENGTHS)
+    expected = [oracle_greedy(model, prompt, 12) for prompt in prompts]
+    assert answers(native_engine(tmp_path, max_batched_tokens=48), prompts, greedy()) == expected
+
+
 def test_answers_do_not_depend_on_batch_chunks_threads_or_pages(family):
     folder, prompts, expected = family
     cases: list[dict[str, Any]] = [{"max_batched_tokens": 48, "max_num_seqs": 3}, {"threads": 1}, {"threads": 3}]

@@ -1,0 +1,45 @@
+"""Fields of a config.json that several families state alike."""
+
+from typing import Any
+
+from contracts.errors import ConfigError
+from models.config import Experts
+
+FULL, WINDOWED = "full_attention", "sliding_attention"
+
+
+def windowed_layers(kinds: Any, num_layers: int, source: str) -> tuple[int, ...]:
+    """Return the layers that `layer_types` says have a window; raise ConfigError for other kinds."""
+    if len(kinds) != num_layers or not {*kinds} <= {WINDOWED, FULL}:
+        raise ConfigError(f"{source}: layer_types must say {WINDOWED} or {FULL} for each layer")
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == WINDOWED)
+
+
+def mixture(config: dict[str, Any], source: str, width: int, renormalize: bool, **features: Any) -> Experts:
+    """Return the mixture of a config.json.
+
+    Its experts are `width` wide; `features` are fields of Experts.
+    """
+    count = config["num_local_experts"] if "num_local_experts" in config else config["num_experts"]
+    top_k, step = config["num_experts_per_tok"], config.get("decoder_sparse_step", 1)
+    if not 1 <= top_k <= count or step < 1:
+        raise ConfigError(f"{source}: {top_k} of {count} experts in every layer of {step} are not supported")
+    layers = range(config["num_hidden_layers"])
+    dense = [layer for layer in layers if layer in (config.get("mlp_only_layers") or ()) or (layer + 1) % step]
+    return Experts(count, top_k, width, renormalize, tuple(dense), **features)
+
+
+def gguf_mixture(metadata: dict[str, Any], source: str, renormalize: bool, **features: Any) -> Experts | None:
+    """Return the mixture of a GGUF file, or None; raise ConfigError for one that can't be computed."""
+    count = metadata.get("expert_count", 0)
+    if count == 0:
+        return None
+    top_k = metadata["expert_used_count"]
+    if not 1 <= top_k <= count:
+        raise ConfigError(f"{source}: {top_k} of {count} experts are not supported")
+    width = metadata.get("expert_feed_forward_length", metadata["feed_forward_length"])
+    return Experts(count, top_k, width, renormalize, **features)
+
+
+EXPERT_TENSORS = ("ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
+"""The kinds of tensors that a layer of a mixture has in a GGUF file."""
