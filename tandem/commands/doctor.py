@@ -239,7 +239,8 @@ def explain_weights(checkpoint: Checkpoint, found: "Caps") -> Iterator[tuple[str
     if found.device != "cuda":
         return
     if lacking := missing_feature(checkpoint.config):
-        return (yield f"a GPU does not serve this model, which has {lacking}: set --device to cpu", Level.WARNING)
+        yield f"a GPU does not serve this model, which has {lacking}: set --device to cpu", Level.WARNING
+        return
     chosen = resolve_device_dtype("auto", checkpoint, found.cc)
     yield f"dtype auto holds this model's weights as {chosen} here", Level.OK
     quantization, has_mxfp4 = checkpoint.quantization, _has_mxfp4(checkpoint)
@@ -294,10 +295,9 @@ def explain_device(found: "Caps") -> Iterator[tuple[str, Level]]:
 def _speculation(options: argparse.Namespace) -> Iterator[tuple[str, Level]]:
     from engine.speculative.choice import EAGLE3, PROPOSERS, proposer_name
 
-    chosen = proposer_name("auto", "cpu")
     yield (
         f"--speculate {', '.join(PROPOSERS)}: guess tokens without weights, as many as pay by what steps take and how "
-        f"many guesses are right; auto takes {chosen} on a CPU, and nothing on a GPU",
+        f"many guesses are right; auto takes {proposer_name('auto', 'cpu')} on a CPU, and nothing on a GPU",
         Level.OK,
     )
     try:
