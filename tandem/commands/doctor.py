@@ -321,8 +321,7 @@ def _speculation(options: argparse.Namespace) -> Iterator[tuple[str, Level]]:
 
 
 def _model(options: argparse.Namespace) -> Iterator[tuple[str, Level]]:
-    checkpoint = open_checkpoint(options.model)
-    config = checkpoint.config
+    config = (checkpoint := open_checkpoint(options.model)).config
     yield f"{checkpoint.name} at {checkpoint.path}", Level.OK
     heads = f"{config.num_heads} heads, {config.num_kv_heads} of them for keys and values"
     yield f"{config.num_layers} layers, {heads}, context of {config.max_model_len} tokens", Level.OK
