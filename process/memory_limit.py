@@ -5,6 +5,8 @@ It is what the machine has free, or less if a control group limits it.
 
 from pathlib import Path
 
+from process.control_groups import control_groups
+
 UNLIMITED = 1 << 60  # version 1 writes a number of this order where nothing is limited
 
 
@@ -15,7 +17,7 @@ def available_nbytes(root: Path = Path("/")) -> int:
 
 def limit_nbytes(root: Path = Path("/")) -> int | None:
     """Return the smallest limit of a control group above this process, or None."""
-    limits = [limit for folder in _groups(root) if (limit := _limit(folder)) is not None]
+    limits = [limit for folder in control_groups("memory", root) if (limit := _limit(folder)) is not None]
     return min(limits, default=None)
 
 
@@ -26,29 +28,8 @@ def _machine_nbytes(root: Path) -> int:
 
 
 def _left_in_groups(root: Path) -> list[int]:
-    groups = [(folder, limit) for folder in _groups(root) if (limit := _limit(folder)) is not None]
+    groups = [(folder, limit) for folder in control_groups("memory", root) if (limit := _limit(folder)) is not None]
     return [max(0, limit - _used(folder)) for folder, limit in groups]
-
-
-def _groups(root: Path) -> list[Path]:
-    """Return the memory groups of this process, the innermost first.
-
-    They are of version 2, or else of version 1 (cgroups(7)). In a container the path of /proc may be the host's, and
-    the group itself is mounted on top: what is not there is passed over, and the top is always looked at.
-    """
-    file = root / "proc/self/cgroup"
-    if not file.exists():
-        return []
-    entries = [line.split(":", 2) for line in file.read_text().splitlines()]
-    memory = [path for _, controllers, path in entries if "memory" in controllers.split(",")]
-    mount = root / "sys/fs/cgroup" / ("memory" if memory else "")
-    paths = memory or [path for number, _, path in entries if number == "0"]
-    return [folder for path in paths for folder in _upward(mount, path) if folder.is_dir()]
-
-
-def _upward(mount: Path, path: str) -> list[Path]:
-    inner = mount / path.strip("/")
-    return [inner, *(parent for parent in inner.parents if parent.is_relative_to(mount))]
 
 
 def _limit(folder: Path) -> int | None:

@@ -19,6 +19,7 @@ from engine.cpu.linear import FORMATS
 from engine.cpu.native.choice import chosen_kernels
 from engine.cpu.native.eagle3_head import EmbeddingRows, load_native_head, unfit_widths
 from engine.cpu.native.loader import load_native_backend
+from engine.cpu.native.threads import start_threads
 from engine.cpu.runner import CpuRunner
 from engine.cpu.weight_loader import load_weights
 from engine.model_loader.checkpoint_weights import open_weights
@@ -28,14 +29,15 @@ from kernels.cpu.build import BuildError
 from kernels.cpu.native import NativeKernels, load_kernels
 from models.eagle3 import Eagle3Config
 from process.memory_limit import available_nbytes
+from process.usable_cores import usable_cores
 
 _log = logging.getLogger(__name__)
 
 
 def load_cpu_backend(settings: EngineSettings, checkpoint: Checkpoint, progress: Progress) -> Backend:
     """Return the model, ready to run. Raises ConfigError, which says what to do."""
-    if settings.num_threads:
-        torch.set_num_threads(settings.num_threads)
+    if settings.num_threads or usable_cores() < torch.get_num_threads():
+        torch.set_num_threads(settings.num_threads or usable_cores())
     progress("probe", 0, 1)
     checkpoint = for_context(checkpoint, settings)
     source = open_weights(checkpoint)
@@ -86,5 +88,5 @@ def _kernels_of_head(settings: EngineSettings, config: Eagle3Config) -> NativeKe
         _log.info("the head is computed by torch, since the native kernels are not here: %s", error)
         return None
     if kernels is not None:
-        kernels.set_threads(torch.get_num_threads())
+        start_threads(kernels, torch.get_num_threads())
     return kernels

@@ -72,6 +72,7 @@ def units(machine: str, has_tiles: bool = True) -> tuple[Unit, ...]:
     return (
         Unit("library", "library.cpp", () if has_tiles else ("-DTANDEM_NO_TILES",)),
         Unit("pool", "pool.cpp"),
+        Unit("board", "board.cpp"),
         *(Unit(name, "kernels.cpp", flags) for name, flags in sets),
         *(Unit("tile_probe", "tile_probe.cpp", flags) for name, flags in sets if name == "amx"),
     )

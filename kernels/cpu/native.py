@@ -30,6 +30,8 @@ Raised by hand with each change of rounding, of an order of sums or of a functio
 LEVEL_VARIABLE = "TANDEM_CPU_KERNELS"
 ALIGNMENT = 64
 """The bytes of a cache line, at which packed arrays begin."""
+BOARD_NBYTES = 4096
+"""The size of the page that board.h has: a line about it, and one for each process."""
 _STRIP = 16
 """The rows of a strip, as formats.h has it."""
 
@@ -133,7 +135,9 @@ class NativeKernels:
         self._linear = _declared(library.tandem_linear, POINTER(MatrixStruct), c_void_p, c_int64, c_void_p)
         self._forward = _declared(library.tandem_forward, POINTER(ModelStruct), POINTER(BatchStruct))
         self._set_threads = _declared(library.tandem_set_threads, c_int)
+        self._join_board = _declared(library.tandem_join_board, c_void_p, c_int, c_int)
         self._set_level = _declared(library.tandem_set_level, c_int, result=c_int)
+        self._board: np.ndarray | None = None
         self.best_level = LEVELS[_declared(library.tandem_best_level, result=c_int)()]
 
     def set_level(self, name: str) -> str:
@@ -143,6 +147,17 @@ class NativeKernels:
     def set_threads(self, count: int) -> None:
         """Share work out among so many threads of this process, the caller among them."""
         self._set_threads(count)
+
+    def join_board(self, board: np.ndarray, seat: int, num_cores: int) -> None:
+        """Share `num_cores` with the processes that have the same page `board` `[BOARD_NBYTES]` uint8 in their memory.
+
+        `seat`: the number of this process's line, which no other has. While others compute, steps here take fewer
+        threads.
+        """
+        if board.nbytes != BOARD_NBYTES or not 0 <= seat < BOARD_NBYTES // ALIGNMENT - 1:
+            raise ValueError(f"a board has {BOARD_NBYTES} bytes, of which a seat takes {ALIGNMENT}")
+        self._board = board
+        self._join_board(board.ctypes.data, seat, num_cores)
 
     def packed_nbytes(self, kind: int, n: int, k: int) -> tuple[int, int]:
         """Return what a packed matrix `[n, k]` takes: codes and scales, in bytes."""

@@ -14,6 +14,7 @@ from engine.cpu.native.choice import NATIVE
 from engine.cpu.native.eagle3_head import EmbeddingRows, load_native_head
 from engine.cpu.native.runner import NativeRunner
 from engine.cpu.native.shared_model import KV_DTYPE, load_shared_model
+from engine.cpu.native.threads import start_threads
 from engine.model_loader.checkpoint_weights import StoredWeightSource
 from engine.sampling.host_sampler import Sampler
 from engine.settings import EngineSettings
@@ -33,7 +34,7 @@ def load_native_backend(
     kv_dtype: str = KV_DTYPE,
 ) -> Backend:
     """Return the model, ready to run. Raises ConfigError, which says what to do."""
-    kernels.set_threads(num_threads)
+    start_threads(kernels, num_threads)
     layout = kv_layout(checkpoint, settings.block_size, kv_dtype, NATIVE, f"-{NATIVE}{NUMERICS}")
     head = open_head(settings, checkpoint, layout)
     draft = open_draft_model(settings, checkpoint, layout, kv_dtype)

@@ -3,6 +3,7 @@
 #include <stdlib.h>
 
 #include "kernel_table.h"
+#include "board.h"
 #include "pool.h"
 #include "scratch.h"
 #include "tile_probe.h"
@@ -108,6 +109,11 @@ EXPORT int tandem_set_level(int level) {
 }
 
 EXPORT void tandem_set_threads(int count) { tandem::set_threads(count); }
+
+// `board`: a page that processes share, zeros at first; `seat`: this process's own on it, below 63.
+EXPORT void tandem_join_board(void* board, int seat, int num_cores) {
+    tandem::join_board((tandem::Board*)board, seat, num_cores);
+}
 
 EXPORT void tandem_packed_nbytes(int32_t kind, int64_t n, int64_t k, int64_t* codes, int64_t* scales) {
     kernels().packed_nbytes(kind, n, k, codes, scales);

@@ -1,5 +1,7 @@
 #include "pool.h"
 
+#include "board.h"
+
 #include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
@@ -17,11 +19,19 @@ constexpr int LOOKS_BEFORE_SLEEP = 2500, LOOKS_BEFORE_YIELD = 4000;
 // its number in bits 48 to 63, the count of pieces in 24 to 47, the next piece in 0 to 23.
 alignas(64) uint64_t loop_word;
 alignas(64) int64_t num_done;
-alignas(64) uint32_t alarm_word;
-int num_sleepers;
 Piece loop_piece;
 void* loop_context;
 int num_wanted = 1, num_started = 1;
+int num_active = 1;  // of those wanted, as many as this process has cores for now
+
+// Where threads sleep.
+struct alignas(64) Bell {
+    uint32_t num_rings;
+    int num_sleepers;
+};
+Bell work_bell;    // until there is a loop
+Bell active_bell;  // until there is a core for them
+
 pthread_mutex_t turn = PTHREAD_MUTEX_INITIALIZER;
 
 constexpr uint64_t NEXT = (1u << 24) - 1;
@@ -36,35 +46,52 @@ inline void pause() {
 #endif
 }
 
-// Computes pieces until none is left.
+inline bool is_active(int thread) { return thread < __atomic_load_n(&num_active, __ATOMIC_SEQ_CST); }
+
+template <class IsNeeded>
+void sleep_until_rung(Bell& bell, IsNeeded&& is_needed) {
+    __atomic_fetch_add(&bell.num_sleepers, 1, __ATOMIC_SEQ_CST);
+    const uint32_t heard = __atomic_load_n(&bell.num_rings, __ATOMIC_SEQ_CST);
+    if (!is_needed()) syscall(SYS_futex, &bell.num_rings, FUTEX_WAIT_PRIVATE, heard, nullptr, nullptr, 0);
+    __atomic_fetch_sub(&bell.num_sleepers, 1, __ATOMIC_SEQ_CST);
+}
+
+void ring(Bell& bell) {
+    if (__atomic_load_n(&bell.num_sleepers, __ATOMIC_SEQ_CST) == 0) return;
+    __atomic_fetch_add(&bell.num_rings, 1, __ATOMIC_SEQ_CST);
+    syscall(SYS_futex, &bell.num_rings, FUTEX_WAKE_PRIVATE, MOST_THREADS, nullptr, nullptr, 0);
+}
+
+// Takes this process's part of the cores, for the turn's owner.
+void take_part() {
+    const int before = num_active, now = claim_cores(num_wanted);
+    if (now != before) __atomic_store_n(&num_active, now, __ATOMIC_SEQ_CST);
+    if (now > before) ring(active_bell);
+}
+
+// Computes pieces until none is left, or the core is another's.
 void work(int thread) {
-    while (has_more(__atomic_load_n(&loop_word, __ATOMIC_ACQUIRE))) {
+    while (is_active(thread) && has_more(__atomic_load_n(&loop_word, __ATOMIC_ACQUIRE))) {
         const uint64_t word = __atomic_fetch_add(&loop_word, 1, __ATOMIC_ACQ_REL);
         if (!has_more(word)) return;
         loop_piece(loop_context, int64_t(word & NEXT), thread);
         __atomic_fetch_add(&num_done, 1, __ATOMIC_ACQ_REL);
+        if (thread == 0) take_part();
     }
-}
-
-void sleep_until_alarm(int thread) {
-    __atomic_fetch_add(&num_sleepers, 1, __ATOMIC_SEQ_CST);
-    const uint32_t heard = __atomic_load_n(&alarm_word, __ATOMIC_SEQ_CST);
-    const bool is_wanted = thread < __atomic_load_n(&num_wanted, __ATOMIC_SEQ_CST);
-    const bool is_needed = is_wanted && has_more(__atomic_load_n(&loop_word, __ATOMIC_SEQ_CST));
-    if (!is_needed) syscall(SYS_futex, &alarm_word, FUTEX_WAIT_PRIVATE, heard, nullptr, nullptr, 0);
-    __atomic_fetch_sub(&num_sleepers, 1, __ATOMIC_SEQ_CST);
 }
 
 void* help(void* number) {
     const int thread = int(intptr_t(number));
     int looks = 0;
     for (;;) {
-        const bool is_wanted = thread < __atomic_load_n(&num_wanted, __ATOMIC_RELAXED);
-        if (is_wanted && has_more(__atomic_load_n(&loop_word, __ATOMIC_ACQUIRE))) {
+        if (!is_active(thread)) {
+            sleep_until_rung(active_bell, [&] { return is_active(thread); });
+            looks = 0;
+        } else if (has_more(__atomic_load_n(&loop_word, __ATOMIC_SEQ_CST))) {
             work(thread);
             looks = 0;
-        } else if (!is_wanted || ++looks > LOOKS_BEFORE_SLEEP) {
-            sleep_until_alarm(thread);
+        } else if (++looks > LOOKS_BEFORE_SLEEP) {
+            sleep_until_rung(work_bell, [] { return has_more(__atomic_load_n(&loop_word, __ATOMIC_SEQ_CST)); });
             looks = 0;
         } else {
             pause();
@@ -76,7 +103,10 @@ void* help(void* number) {
 }  // namespace
 
 Turn::Turn() { pthread_mutex_lock(&turn); }
-Turn::~Turn() { pthread_mutex_unlock(&turn); }
+Turn::~Turn() {
+    let_cores_go();
+    pthread_mutex_unlock(&turn);
+}
 
 int num_threads() { return num_wanted; }
 
@@ -88,10 +118,12 @@ void set_threads(int count) {
         if (pthread_create(&thread, nullptr, help, (void*)intptr_t(num_started)) != 0) break;
         pthread_detach(thread);
     }
-    __atomic_store_n(&num_wanted, count < num_started ? count : num_started, __ATOMIC_SEQ_CST);
+    num_wanted = count < num_started ? count : num_started;
+    take_part();
 }
 
 void share_out(int64_t count, Piece piece, void* context) {
+    take_part();
     if (num_wanted == 1 || count > int64_t(NEXT) - MOST_THREADS) {
         for (int64_t i = 0; i < count; i++) piece(context, i, 0);
         return;
@@ -101,10 +133,7 @@ void share_out(int64_t count, Piece piece, void* context) {
     __atomic_store_n(&num_done, 0, __ATOMIC_RELAXED);
     const uint64_t number = (__atomic_load_n(&loop_word, __ATOMIC_RELAXED) >> 48) + 1;
     __atomic_store_n(&loop_word, number << 48 | uint64_t(count) << 24, __ATOMIC_SEQ_CST);
-    if (__atomic_load_n(&num_sleepers, __ATOMIC_SEQ_CST) > 0) {
-        __atomic_fetch_add(&alarm_word, 1, __ATOMIC_SEQ_CST);
-        syscall(SYS_futex, &alarm_word, FUTEX_WAKE_PRIVATE, MOST_THREADS, nullptr, nullptr, 0);
-    }
+    ring(work_bell);
     work(0);
     for (int looks = 0; __atomic_load_n(&num_done, __ATOMIC_ACQUIRE) < count; looks++)
         if (looks < LOOKS_BEFORE_YIELD)
