@@ -32,6 +32,7 @@ _TESTS = (
     "0",
     "tests/kernels/test_native.py",
     "tests/kernels/test_native_fuzz.py",
+    "tests/kernels/test_board.py",
 )
 _TOO_FEW_ROWS = """
 import numpy as np

@@ -4,7 +4,6 @@
 
 #include <linux/futex.h>
 #include <pthread.h>
-#include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -13,12 +12,13 @@ namespace {
 
 constexpr int MOST_THREADS = 256;
 // One look takes some 20 to 40 ns with the pause in it: 50 to 100 us in all.
-constexpr int LOOKS_BEFORE_SLEEP = 2500, LOOKS_BEFORE_YIELD = 4000;
+constexpr int LOOKS_BEFORE_SLEEP = 2500, LOOKS_OF_CALLER = 4000;
 
 // The loop at hand in one word, so that whoever takes a piece of it learns in the same instant whether there was one:
 // its number in bits 48 to 63, the count of pieces in 24 to 47, the next piece in 0 to 23.
 alignas(64) uint64_t loop_word;
-alignas(64) int64_t num_done;
+alignas(64) uint32_t num_done;
+uint32_t is_awaited;  // whether the caller sleeps until all are done
 Piece loop_piece;
 void* loop_context;
 int num_wanted = 1, num_started = 1;
@@ -46,20 +46,24 @@ inline void pause() {
 #endif
 }
 
+inline void futex(uint32_t& word, int what, uint32_t number) {
+    syscall(SYS_futex, &word, what, number, nullptr, nullptr, 0);
+}
+
 inline bool is_active(int thread) { return thread < __atomic_load_n(&num_active, __ATOMIC_SEQ_CST); }
 
 template <class IsNeeded>
 void sleep_until_rung(Bell& bell, IsNeeded&& is_needed) {
     __atomic_fetch_add(&bell.num_sleepers, 1, __ATOMIC_SEQ_CST);
     const uint32_t heard = __atomic_load_n(&bell.num_rings, __ATOMIC_SEQ_CST);
-    if (!is_needed()) syscall(SYS_futex, &bell.num_rings, FUTEX_WAIT_PRIVATE, heard, nullptr, nullptr, 0);
+    if (!is_needed()) futex(bell.num_rings, FUTEX_WAIT_PRIVATE, heard);
     __atomic_fetch_sub(&bell.num_sleepers, 1, __ATOMIC_SEQ_CST);
 }
 
 void ring(Bell& bell) {
     if (__atomic_load_n(&bell.num_sleepers, __ATOMIC_SEQ_CST) == 0) return;
     __atomic_fetch_add(&bell.num_rings, 1, __ATOMIC_SEQ_CST);
-    syscall(SYS_futex, &bell.num_rings, FUTEX_WAKE_PRIVATE, MOST_THREADS, nullptr, nullptr, 0);
+    futex(bell.num_rings, FUTEX_WAKE_PRIVATE, MOST_THREADS);
 }
 
 // Takes this process's part of the cores, for the turn's owner.
@@ -75,9 +79,25 @@ void work(int thread) {
         const uint64_t word = __atomic_fetch_add(&loop_word, 1, __ATOMIC_ACQ_REL);
         if (!has_more(word)) return;
         loop_piece(loop_context, int64_t(word & NEXT), thread);
-        __atomic_fetch_add(&num_done, 1, __ATOMIC_ACQ_REL);
-        if (thread == 0) take_part();
+        const uint32_t done = __atomic_add_fetch(&num_done, 1, __ATOMIC_SEQ_CST);
+        if (thread == 0)
+            take_part();
+        else if (done == (word >> 24 & NEXT) && __atomic_load_n(&is_awaited, __ATOMIC_SEQ_CST))
+            futex(num_done, FUTEX_WAKE_PRIVATE, 1);
     }
+}
+
+// Waits for the pieces that others have begun. Who does not run has lost its core to another process: the caller leaves
+// its own, for that thread to go on there.
+void await_pieces(uint32_t count) {
+    for (int looks = 0; looks < LOOKS_OF_CALLER; looks++) {
+        if (__atomic_load_n(&num_done, __ATOMIC_ACQUIRE) == count) return;
+        pause();
+    }
+    __atomic_store_n(&is_awaited, 1, __ATOMIC_SEQ_CST);
+    for (uint32_t done; (done = __atomic_load_n(&num_done, __ATOMIC_SEQ_CST)) != count;)
+        futex(num_done, FUTEX_WAIT_PRIVATE, done);
+    __atomic_store_n(&is_awaited, 0, __ATOMIC_RELAXED);
 }
 
 void* help(void* number) {
@@ -135,11 +155,7 @@ void share_out(int64_t count, Piece piece, void* context) {
     __atomic_store_n(&loop_word, number << 48 | uint64_t(count) << 24, __ATOMIC_SEQ_CST);
     ring(work_bell);
     work(0);
-    for (int looks = 0; __atomic_load_n(&num_done, __ATOMIC_ACQUIRE) < count; looks++)
-        if (looks < LOOKS_BEFORE_YIELD)
-            pause();
-        else
-            sched_yield();
+    await_pieces(uint32_t(count));
 }
 
 }  // namespace tandem
