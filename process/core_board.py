@@ -1,4 +1,4 @@
-"""The board on which the processes of a machine tell who computes: a page of shared memory, a line for each of them.
+"""The board on which the processes of a machine tell who computes: a page of shared memory.
 
 What stands there is the business of kernels/csrc/cpu/board.h. Here a process gets a line that no other has: it holds a
 lock on a byte of the file, which the kernel takes back when the process ends, however it ends. Processes that may use
@@ -26,7 +26,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CoreSeat:
-    """A line on a board, of which there are `num_cores` for all. It is this process's until `descriptor` is closed."""
+    """A line on a board, which is this process's until `descriptor` is closed.
+
+    `num_cores`: those that all processes of the board have together.
+    """
 
     page: mmap.mmap
     number: int
@@ -36,7 +39,10 @@ class CoreSeat:
 
 @cache
 def own_seat() -> CoreSeat | None:
-    """Return this process's seat, the same at each call; None if there is none, and then it shares with nobody."""
+    """Return this process's seat, the same at each call.
+
+    None if there is none: it shares with nobody then.
+    """
     try:
         return take_seat(SHARED)
     except OSError as error:
@@ -45,7 +51,10 @@ def own_seat() -> CoreSeat | None:
 
 
 def take_seat(folder: Path) -> CoreSeat:
-    """Return a seat on the board in this folder that no process has. Raises OSError if there is none, or no board."""
+    """Return a seat on the board in this folder that no process has.
+
+    Raises OSError if there is none, or no board.
+    """
     file = folder / f"tandem-cores-{os.geteuid()}-{_digest()}"
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
@@ -71,7 +80,7 @@ def _lock_seat(descriptor: int) -> int:
 
 
 def _digest() -> str:
-    """Return what tells apart who shares cores with whom: which cores, and the group whose time they share."""
+    """Return what those have in common who share cores: which ones, and the group whose time they share."""
     group = limiting_group()
     facts = sorted(os.sched_getaffinity(0)), None if group is None else (group.stat().st_dev, group.stat().st_ino)
     return hashlib.blake2b(repr((1, facts)).encode(), digest_size=6).hexdigest()

@@ -149,10 +149,10 @@ class NativeKernels:
         self._set_threads(count)
 
     def join_board(self, board: np.ndarray, seat: int, num_cores: int) -> None:
-        """Share `num_cores` with the processes that have the same page `board` `[BOARD_NBYTES]` uint8 in their memory.
+        """Share `num_cores` with the processes that have the same board.
 
-        `seat`: the number of this process's line, which no other has. While others compute, steps here take fewer
-        threads.
+        Steps take fewer threads while others compute. `board`: a page that they share, `[BOARD_NBYTES]` uint8. `seat`:
+        the line of this process there, and of no other.
         """
         if board.nbytes != BOARD_NBYTES or not 0 <= seat < BOARD_NBYTES // ALIGNMENT - 1:
             raise ValueError(f"a board has {BOARD_NBYTES} bytes, of which a seat takes {ALIGNMENT}")

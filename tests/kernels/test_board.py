@@ -63,7 +63,7 @@ def kernels() -> Iterator[NativeKernels]:
 def test_a_step_takes_its_part(
     kernels: NativeKernels, seat: int, others: list[tuple[int, int, int]], cores: int
 ) -> None:
-    """Of 8 cores, all that others leave: an even part, or more where they want less or have ended."""
+    """There are 8 cores: an even part is its own, or more where others want less or have ended."""
     board = Board(np.zeros(BOARD_NBYTES, np.uint8))
     board.page[:4].view(np.uint32)[0] = NUM_SEATS
     kernels.join_board(board.page, seat, 8)
