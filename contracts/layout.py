@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 
@@ -12,6 +12,8 @@ from contracts.errors import ConfigError, LayoutMismatch
 ITEM_NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 ROW_KINDS = ("draft_row",)
 """The kinds of groups that keep one row for a block, which belongs to its last token, and not one for each token."""
+SHORT_KINDS = ("window", "segment")
+"""The kinds of groups whose pages are needed for a shorter time than their sequence lives: they have a `span`."""
 
 
 class KVGroup(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
@@ -19,9 +21,10 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 
     A page is `[kv_heads, rows, head_dim]`. Each of the `layers` has the same `planes` of pages; the planes of the
     group are those of its first layer, in this order, then those of its second. `kind` says what the pages hold: "full"
-    is the keys and values of every token, "draft" those of a draft head, "draft_row" the state with which a draft goes
-    on behind a block. `scales` says where quantization scales are kept ("none": not quantized). `weights` is the
-    fingerprint of weights that are not the model's, such as a draft head's; empty if there are none.
+    is the keys and values of every token, "window" those of layers that see the newest `span` tokens, "segment" those
+    of layers that see what came since the last multiple of `span`, "draft" those of a draft head, "draft_row" the state
+    with which a draft goes on behind a block. `scales` says where quantization scales are kept ("none": not quantized).
+    `weights` is the fingerprint of weights that are not the model's, such as a draft head's; empty if there are none.
     """
 
     kind: str = "full"
@@ -33,6 +36,12 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     dtype: str
     scales: str = "none"
     weights: str = ""
+    span: int = 0
+
+    @property
+    def is_short(self) -> bool:
+        """Return whether a sequence needs only the pages of its latest tokens."""
+        return self.kind in SHORT_KINDS
 
     @property
     def is_optional(self) -> bool:
@@ -79,10 +88,11 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     `rounding` names the number format in which weights and activations compute it, as `--dtype` does: pages of one form
     may come from several, each with values of its own.
     `block_size` is the number of tokens that the prefix cache hashes together, and at multiples of which prompts are
-    cut into chunks; the block size of each group divides it. Optional groups stand behind the model's.
+    cut into chunks; the block size of each group divides it, and is the same where its pages live shorter than a
+    sequence. Optional groups stand behind the model's.
 
-    Raises ValueError for no group, an optional one before another of the model's, or a block size that is not divided
-    by a group's.
+    Raises ValueError for no group, an optional one before another of the model's, a block size that is not divided by a
+    group's, or a span that does not fit a group's kind.
     """
 
     model: str
@@ -100,6 +110,15 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         for index, group in enumerate(self.groups):
             if self.block_size % group.block_size:
                 raise ValueError(f"groups[{index}].block_size is {group.block_size}; blocks are {self.block_size}")
+            self._check_span(index, group)
+
+    def _check_span(self, index: int, group: KVGroup) -> None:
+        if group.is_short != (group.span > 0):
+            raise ValueError(f"groups[{index}].span is {group.span}; its kind is {group.kind}")
+        if group.is_short and group.block_size != self.block_size:
+            raise ValueError(f"groups[{index}].block_size is {group.block_size}; blocks are {self.block_size}")
+        if group.kind == "segment" and group.span % self.block_size:
+            raise ValueError(f"groups[{index}].span is {group.span}, not a multiple of blocks of {self.block_size}")
 
     @classmethod
     def uniform(
@@ -184,6 +203,35 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     def num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
+    def first_needed(self, index: int, num_tokens: int) -> int:
+        """Return the first token whose pages in one group a continuation behind `num_tokens` tokens needs.
+
+        It is at the edge of a block, and such that the last full block of these tokens can be continued behind as well.
+        Every worker computes it: it says which pages of a prompt are kept, and which of them move.
+        """
+        group, end = self.groups[index], num_tokens // self.block_size * self.block_size
+        match group.kind:
+            case "window":
+                return max(end - group.span + 1, 0) // self.block_size * self.block_size
+            case "segment":
+                return end // group.span * group.span
+            case _:
+                return 0
+
+    def skips(self, num_here: int, continues_at: int) -> list[int]:
+        """Return for each group from which token on its pages move to who has those of `num_here` tokens.
+
+        It goes on behind `continues_at` tokens, or more.
+        """
+        return [max(num_here, self.first_needed(index, continues_at)) for index in range(len(self.groups))]
+
+    def most_blocks(self, index: int) -> int | None:
+        """Return the most blocks whose pages in one group a sequence needs at once; None if it needs all."""
+        group = self.groups[index]
+        if not group.is_short:
+            return None
+        return -(-(group.span - 1) // self.block_size) + 1 if group.kind == "window" else group.span // self.block_size
+
     def difference(self, theirs: "KVLayout") -> tuple[str, object, object] | None:
         """Return the first field that differs, such as "groups[0].dtype", with its two values, or None.
 
@@ -217,10 +265,18 @@ def _model_part_of(layout: KVLayout) -> KVLayout:
 
 @lru_cache(maxsize=64)  # needed for each chunk, and a pool has few layouts
 def _digest_of(layout: KVLayout) -> str:
-    return hashlib.blake2b(msgspec.json.encode(layout, order="sorted"), digest_size=8).hexdigest()
+    return hashlib.blake2b(_encoded(layout), digest_size=8).hexdigest()
 
 
 @lru_cache(maxsize=64)
 def _shared_digest_of(layout: KVLayout) -> bytes:
     whole = msgspec.structs.replace(layout, tp_size=1)
-    return hashlib.blake2b(msgspec.json.encode(whole, order="sorted"), digest_size=16, person=b"kv layout").digest()
+    return hashlib.blake2b(_encoded(whole), digest_size=16, person=b"kv layout").digest()
+
+
+def _encoded(layout: KVLayout) -> bytes:
+    """Return the bytes that stand for a layout; a span of 0 is left out, as there was none before."""
+    fields: dict[str, Any] = msgspec.to_builtins(layout)
+    groups: list[dict[str, Any]] = fields["groups"]
+    kept = [{name: value for name, value in group.items() if name != "span" or value} for group in groups]
+    return msgspec.json.encode(fields | {"groups": kept}, order="sorted")

@@ -12,6 +12,7 @@ from contracts.errors import OutOfBlocks
 from contracts.hashing import inexact_digest
 from contracts.ids import BlockId
 from contracts.kv_loss import EXACT
+from engine.cache.kv_groups import KVGroups, no_groups
 
 _Cached = tuple[bytes, bytes]
 """Digest, and token ids of 32 bits. As bytes in a plain tuple: numbers would take nine times the memory, and tens of
@@ -28,7 +29,8 @@ class BlockPool:
 
     `generations[block]` counts how often the block lost its content: a stale writer can be told from the present one.
     `num_gains` counts what may make room for somebody: as long as it stays, what did not fit does not.
-    `on_emptied` is told of blocks that are allocated: what was known of their content is of no use.
+    `on_emptied` is told of blocks that are allocated: what was known of their content is of no use. `groups`:
+    the pages of blocks in groups of layers where they live shorter.
     """
 
     def __init__(
@@ -37,17 +39,23 @@ class BlockPool:
         block_size: int,
         prefix_cache: bool = True,
         on_emptied: Callable[[Sequence[BlockId]], None] = ignore_emptied,
+        groups: KVGroups | None = None,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.generations = [0] * num_blocks
-        self.num_gains = 0
+        self.groups = groups or no_groups(block_size)
+        self._num_gains = 0
         self._prefix_cache, self._on_emptied = prefix_cache, on_emptied
         self._holds = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: dict[int, _Cached] = {}
         self._by_digest: dict[bytes, int] = {}
         self._evictable: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def num_gains(self) -> int:
+        return self._num_gains + self.groups.num_gains
 
     @property
     def num_available(self) -> int:
@@ -71,6 +79,7 @@ class BlockPool:
             raise OutOfBlocks(f"{count} KV blocks wanted, {self.num_available} of {self.num_blocks} available")
         blocks = [self._take() for _ in range(count)]
         self._on_emptied(blocks)
+        self.groups.forget(blocks)
         return blocks
 
     def retain(self, blocks: Iterable[int]) -> None:
@@ -121,14 +130,17 @@ class BlockPool:
     def insert(self, block: int, digest: bytes, token_ids: Sequence[int]) -> bool:
         """Make a held, fully written block findable; return whether it is new.
 
-        A digest that is cached already keeps its first block.
+        A digest that is cached already keeps its first block, unless that lacks a page that this one has.
         """
         assert self._holds[block] > 0, f"block {block} enters the prefix cache without a holder"
+        known = self._by_digest.get(digest)
+        if known is not None and block not in self._cached and self.groups.lacks(known) > self.groups.lacks(block):
+            self._forget(known)
         is_new = self._prefix_cache and digest not in self._by_digest and block not in self._cached
         if is_new:
             self._cached[block] = digest, _bytes_of(token_ids)
             self._by_digest[digest] = block
-            self.num_gains += 1
+            self._num_gains += 1
         return is_new
 
     def holds(self, block: int) -> int:
@@ -164,8 +176,16 @@ class BlockPool:
         self.generations[block] += 1
         return block
 
+    def _forget(self, block: int) -> None:
+        """Let nobody find a block any more; who holds it has it as long as before."""
+        del self._by_digest[self._cached.pop(block)[0]]
+        if block in self._evictable:
+            del self._evictable[block]
+            self.generations[block] += 1
+            self._free.append(block)
+
     def _let_go(self, block: int) -> None:
-        self.num_gains += 1
+        self._num_gains += 1
         if block in self._cached:
             self._evictable[block] = None
         else:
