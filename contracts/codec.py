@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-WIRE_VERSION = 13
+WIRE_VERSION = 14
 """Version of what services say to each other over a KV link and keep in Redis: those of two versions share neither."""
 MAX_FRAME_NBYTES = 64 << 20
 HEADER_NBYTES = 4

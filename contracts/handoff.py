@@ -51,13 +51,20 @@ class Offer(msgspec.Struct, frozen=True, omit_defaults=True, tag="offer"):
 class Grant(msgspec.Struct, frozen=True, tag="grant"):
     """The pages for the tokens from `skip_tokens` on, a multiple of the block size.
 
-    Decode has the tokens before in its prefix cache. `pages` are a block table for each group of the layout.
+    Decode has the tokens before in its prefix cache. `pages` are a block table for each group of the layout. Of groups
+    whose pages live shorter than a sequence only those move that a continuation needs: `group_skips` says for each
+    group from which token on there are pages; for all from `skip_tokens` on, if it is empty.
     """
 
     request_id: RequestId
     epoch: Epoch
     pages: list[list[BlockId]]
     skip_tokens: int
+    group_skips: list[int] = []
+
+    def skips(self) -> list[int]:
+        """Return for each group the first token of which there are pages."""
+        return self.group_skips or [self.skip_tokens] * len(self.pages)
 
 
 class Wait(msgspec.Struct, frozen=True, tag="wait"):

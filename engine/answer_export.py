@@ -1,5 +1,6 @@
 """The export of a running answer, whose KV is told while it goes on.
 
+    exports.begin(request_id, ...)   what moves is kept from now on
     exports.blocks(request_id)       full blocks, as often as wanted, while the answer is decoded
     exports.pause(request_id)        no further step
     exports.tail(request_id)         the rest, once no token of it is being computed
@@ -12,13 +13,14 @@ preempted one, the KV of these tokens is computed again in other blocks, and lat
 
 from collections.abc import Callable
 
+from contracts.errors import OutOfBlocks
 from contracts.ids import BlockId, RequestId
 from engine.backend import PagedCache
 from engine.cache.block_pool import BlockPool
 from engine.messages import AnswerTail, ChunkDone
 from engine.scheduler.scheduler import Scheduler
 from engine.sequence import Sequence, Status
-from engine.sequence_table import SequenceTable
+from engine.sequence_table import OutgoingReader, SequenceTable
 
 
 class AnswerExport:
@@ -37,6 +39,24 @@ class AnswerExport:
     ) -> None:
         self._table, self._scheduler, self._pool, self._cache = table, scheduler, pool, cache
         self._settle = settle
+
+    def begin(self, request_id: RequestId, num_known: int, most_tokens: int) -> None:
+        """Keep what an answer is moved with that grows from `num_known` tokens to `most_tokens` meanwhile.
+
+        Raises OutOfBlocks if there is no room for that, or some of it is gone.
+        """
+        sequence, groups = self._table[request_id], self._pool.groups
+        if sequence.lease is None:
+            raise OutOfBlocks("the answer has no KV blocks now")
+        blocks = sequence.blocks[: sequence.num_computed // self._pool.block_size]
+        if not groups.pin(sequence.lease, blocks, num_known, most_tokens):
+            raise OutOfBlocks("the KV cache has no room for a window that grows, or has lost its begin")
+        self._table.outgoing_readers[request_id] = OutgoingReader([], sequence.lease)
+
+    def is_kept(self, request_id: RequestId) -> bool:
+        """Return whether all is here that `begin` was to keep: not if the answer was preempted since."""
+        reader = self._table.outgoing_readers.get(request_id)
+        return reader is not None and self._table[request_id].lease is reader.lease
 
     def blocks(self, request_id: RequestId) -> ChunkDone | None:
         """Tell the full blocks that are computed and were not told yet.
@@ -84,8 +104,9 @@ class AnswerExport:
 
         What is told from now on begins at the first token again.
         """
-        self._pool.release(self._table.outgoing_readers.pop(request_id, []))
-        sequence = self._table.get(request_id)
+        sequence, reader = self._table.get(request_id), self._table.outgoing_readers.pop(request_id, None)
+        if reader is not None:
+            self._let_go(reader, sequence)
         if sequence is not None:
             sequence.num_exported = 0
 
@@ -96,10 +117,19 @@ class AnswerExport:
             return None
         blocks = [BlockId(block) for block in sequence.blocks[first // size : -(-end // size)]]
         self._pool.retain(blocks)
-        self._table.outgoing_readers.setdefault(sequence.request_id, []).extend(blocks)
+        reader = OutgoingReader([], self._pool.groups.nothing())  # unless what moves is kept
+        self._table.outgoing_readers.setdefault(sequence.request_id, reader).blocks.extend(blocks)
         sequence.num_exported = end
         checksums, loss = self._cache.checksums(blocks), sequence.loss_before(end)
         return ChunkDone(sequence.request_id, first, end - first, blocks, checksums, loss)
+
+    def _let_go(self, reader: OutgoingReader, sequence: Sequence | None) -> None:
+        if sequence is not None and sequence.lease is reader.lease:
+            most_tokens = max(len(sequence.tokens), sequence.answer_start + sequence.sampling.max_tokens)
+            self._pool.groups.unpin(reader.lease, sequence.num_computed, most_tokens)
+        else:
+            self._pool.groups.end(reader.lease)
+        self._pool.release(reader.blocks)
 
 
 def _is_moving(sequence: Sequence) -> bool:

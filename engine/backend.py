@@ -11,6 +11,7 @@ import torch
 from contracts.events import Token
 from contracts.ids import BlockId
 from contracts.layout import KVLayout
+from engine.cache.kv_groups import GroupPageTable
 from engine.messages import PageChecksums
 from engine.sampling.host_sampler import Sampler
 from engine.sampling.prompt_logprobs import Scores
@@ -132,7 +133,7 @@ class Runner(Protocol):
 class PagedCache(Protocol):
     """The paged KV cache.
 
-    `pool_bytes` `[num_planes, num_blocks, page_nbytes]` uint8 are the pages of the layout's first group; raises
+    `pool_bytes` `[num_planes, num_pages, page_nbytes]` uint8 are the pages of the layout's first group; raises
     ConfigError where the host can't see them. `transfer_pool`: what kv_transfer.node takes, `pool_bytes`, a list of the
     pages of each group, or a GPU's DeviceTransferPool.
     """
@@ -202,6 +203,7 @@ class Backend:
     holds. `caches_decoded_kv`: later prompts may share an answer's KV. It is to the bit what a prompt's would be, or of
     the same number formats and rounded by other kernels, as that of prompts is which are cut into other chunks. `close`
     ends the processes that compute with this one. `drafting`: what drafts with weights, if settings ask for it.
+    `page_tables`: of the layout's groups of short life, in its order, as the runner reads them.
     """
 
     cache: PagedCache
@@ -212,3 +214,4 @@ class Backend:
     caches_decoded_kv: bool
     drafting: Drafting | None = None
     close: Callable[[], None] = ignore
+    page_tables: SequenceOf[GroupPageTable] = ()

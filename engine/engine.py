@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from checkpoint.checkpoint import Checkpoint
+from contracts.errors import ConfigError
 from contracts.events import Token
 from contracts.ids import RequestId
 from contracts.layout import KVLayout
@@ -28,6 +29,7 @@ from engine.backend import Backend, ignore_leaving
 from engine.batch_sampling import TokenDraws
 from engine.cache.block_pool import BlockPool, ignore_emptied
 from engine.cache.deferred_release import DeferredRelease
+from engine.cache.kv_groups import KVGroups
 from engine.cache.load_plan import LowerTiers
 from engine.cache.prefix_insertion import PrefixInserter
 from engine.draft_verification import DraftVerification
@@ -78,7 +80,9 @@ class Engine:
         self.runner, self.sampler = backend.runner if drafting is None else drafting.runner, sampler
         self._cache, self._close = cache, backend.close
         emptied = ignore_emptied if drafting is None else drafting.drafter.forget_blocks
-        self.pool = pool = BlockPool(cache.num_blocks, cache.layout.block_size, settings.prefix_cache, emptied)
+        num_draft_tokens = 0 if settings.speculate == "off" else settings.draft_tokens
+        self.groups = groups = KVGroups(cache.layout, backend.page_tables, num_draft_tokens)
+        self.pool = pool = BlockPool(cache.num_blocks, cache.layout.block_size, settings.prefix_cache, emptied, groups)
         self._prefix_cache = prefix_cache = PrefixInserter(pool, backend.caches_decoded_kv)
         limits = SchedulerLimits(
             settings.max_num_seqs, budget, max_mixed_tokens, self.runner.graph_rows, settings.itl_objective_s,
@@ -93,11 +97,11 @@ class Engine:
         stop_check = StopCheck(sampler, max_model_len)
         self._intake = intake = Intake(table, scheduler, grammars, vocab_size, max_model_len, settings.max_num_waiting)
         self.deferred = blocks = DeferredRelease(pool)
-        self._reserved_loads = loads = ReservedLoads(table, pool.block_size)
+        self._reserved_loads = loads = ReservedLoads(table, pool)
         self._requests = requests = RequestRelease(
             table, scheduler, intake, grammars, prefix_cache, blocks, loads, speculator
         )
-        forward_pass = ForwardPass(self.runner, cache, prefix_cache, requests)
+        forward_pass = ForwardPass(self.runner, cache, prefix_cache, requests, groups)
         draws = TokenDraws(self.runner, sampler, grammars, table, requests)
         verification = None
         if speculator is not None and draft_rows is not None:
@@ -126,7 +130,12 @@ class Engine:
         return self._cache.transfer_pool
 
     def use_lower_tiers(self, tiers: LowerTiers) -> None:
-        """Look for prefixes in tiers below the pool from now on, and offer them what is computed."""
+        """Look for prefixes in tiers below the pool from now on, and offer them what is computed.
+
+        Raises ConfigError for an engine whose blocks do not keep all of their pages.
+        """
+        if not self.groups.are_whole:
+            raise ConfigError("keeps_whole_blocks is False; tiers read and write whole blocks: set it for this engine")
         self.scheduler.lower_tiers = self._prefix_cache.lower_tiers = self._reserved_loads.lower_tiers = tiers
 
     def measure_prefill_rate(self) -> float:
@@ -275,6 +284,7 @@ class Engine:
         for block in range(self.pool.num_blocks):
             holds = self.pool.holds(block)
             assert holds == expected[block], f"block {block} is held {holds} times, by {expected[block]} known holders"
+        self.groups.check(self.sequences.leases() | self.deferred.leases())
         known = {sequence.request_id for sequence in self.sequences}
         queued = {
             s.request_id for s in (*self.scheduler.waiting, *self.scheduler.running)

@@ -7,6 +7,7 @@ import torch
 
 from contracts.ids import BlockId
 from engine.backend import Computed, PagedCache, Runner
+from engine.cache.kv_groups import KVGroups
 from engine.cache.prefix_insertion import PrefixInserter
 from engine.messages import ChunkDone, ChunkScheduled, EngineFailure, StepObserver
 from engine.request_release import RequestRelease
@@ -23,9 +24,15 @@ class ForwardPass:
     """The launch of a batch on the device. A request that can't be computed fails alone."""
 
     def __init__(
-        self, runner: Runner, cache: PagedCache, prefix_cache: PrefixInserter, requests: RequestRelease
+        self,
+        runner: Runner,
+        cache: PagedCache,
+        prefix_cache: PrefixInserter,
+        requests: RequestRelease,
+        groups: KVGroups,
     ) -> None:
         self._runner, self._cache, self._prefix_cache, self._requests = runner, cache, prefix_cache, requests
+        self._groups = groups
 
     def run(self, chunks: SequenceOf[ScheduledChunk], observer: StepObserver) -> Ran:
         """Launch a batch.
@@ -55,6 +62,8 @@ class ForwardPass:
             self._prefix_cache.insert_some(sequence)
         else:
             self._prefix_cache.insert_all(sequence)
+        if sequence.lease is not None:
+            self._groups.settle(sequence.lease, sequence.num_computed)
         if not sequence.handoff:
             return []
         first, sequence.num_announced = sequence.num_announced, chunk.end

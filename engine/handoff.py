@@ -4,6 +4,7 @@ import logging
 from array import array
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 
 from contracts.errors import Corrupt, OutOfBlocks, RequestError
 from contracts.events import Token
@@ -62,7 +63,7 @@ class Handoff:
         num_incoming = num_known if num_tokens is None else num_tokens
         urgency = request.priority, self._scheduler.next_arrival() if arrival is None else arrival
         try:
-            sequence = self._with_pages(request, urgency, num_incoming)
+            sequence = self._with_pages(request, urgency, num_known, num_incoming)
         except OutOfBlocks as error:
             _log.debug("request %s finds no room for its KV yet: %s", request.request_id, error)
             num_blocks = self._num_blocks(num_incoming + 1)
@@ -72,12 +73,14 @@ class Handoff:
         blocks = [BlockId(block) for block in sequence.blocks[: self._num_blocks(num_incoming)]]
         incoming = blocks[sequence.num_inserted_blocks :]
         self._pool.retain(incoming)
+        assert sequence.lease is not None
+        sequence.lease.num_owners += 1
         sequence.status, sequence.arrival = Status.RESERVED, urgency[1]
         if num_tokens is not None:  # the tokens of the answer were decoded
             sequence.num_prefilled = sequence.answer_start
         self._table.add(sequence)
         self._grammars.open(sequence)
-        self._table.incoming_writers[request.request_id] = IncomingWriter(sequence, incoming)
+        self._table.incoming_writers[request.request_id] = IncomingWriter(sequence, incoming, sequence.lease)
         _log.debug(
             "request %s has %d KV blocks reserved, %d of its %d prompt tokens are cached",
             request.request_id, len(blocks), sequence.num_computed, sequence.num_prompt,
@@ -117,6 +120,7 @@ class Handoff:
         _log.debug("request %s goes on here after token %d, its KV is complete", request_id, first.index)
         sequence.tokens.extend(token.token_id for token in (*drawn, first))
         sequence.num_computed = num_tokens - 1  # its first step enters them into the prefix cache
+        self._part_from_writer(sequence, num_blocks)
         self._give_back_beyond(sequence, num_blocks)
         self._intake.once_compiled(sequence, self._scheduler.resume)
 
@@ -126,6 +130,7 @@ class Handoff:
         if writer is None:
             return 0
         num_saved = self._save(writer.sequence, num_checked) if num_checked else 0
+        self._pool.groups.end(writer.lease)
         self._pool.release(writer.blocks)
         return num_saved
 
@@ -158,6 +163,17 @@ class Handoff:
             else:
                 self._scheduler.resume(sequence)
 
+    def _part_from_writer(self, sequence: Sequence, num_blocks: int) -> None:
+        """Let the sequence alone hold the pages that it goes on with, and its writer those behind them."""
+        groups, lease = self._pool.groups, sequence.lease
+        if lease is None:
+            return
+        groups.settle(lease, sequence.num_computed)
+        if writer := self._table.incoming_writers.get(sequence.request_id):
+            other = groups.split(lease, num_blocks)
+            self._table.incoming_writers[sequence.request_id] = replace(writer, lease=other)
+        groups.narrow(lease, max(len(sequence.tokens), sequence.answer_start + sequence.sampling.max_tokens))
+
     def _give_back_beyond(self, sequence: Sequence, num_blocks: int) -> None:
         """Keep so many blocks. A writer's hold on the others stays."""
         unused = sequence.blocks[num_blocks:]
@@ -166,8 +182,10 @@ class Handoff:
             sequence.blocks = array("i", sequence.blocks[:num_blocks])
             self._pool.release(unused)
 
-    def _with_pages(self, request: EngineRequest, urgency: tuple[int, int], num_incoming: int) -> Sequence:
-        """Return a sequence that has its pages. Raises OutOfBlocks."""
+    def _with_pages(
+        self, request: EngineRequest, urgency: tuple[int, int], num_known: int, num_incoming: int
+    ) -> Sequence:
+        """Return a sequence that has its pages, for `num_known` to `num_incoming` tokens. Raises OutOfBlocks."""
         num_spare = self._room_left(urgency)
         tried = request.request_id, self._pool.num_gains, num_spare
         if tried == self._refused:  # a caller tries again and again, beside the steps of others
@@ -175,7 +193,7 @@ class Handoff:
         sequence = self._intake.sequence_of(request)
         sequence.num_scored = sequence.num_prompt  # by whoever computes it
         # The KV of the token that comes with the handoff is the first that is computed here.
-        if not self._scheduler.take_blocks(sequence, num_incoming + 1, num_spare):
+        if not self._scheduler.take_blocks(sequence, num_incoming + 1, num_spare, num_known):
             self._refused = tried
             wanted, pool = self._num_blocks(num_incoming + 1), self._pool
             left = f", {num_spare} of them left to who waits before" if num_spare else ""

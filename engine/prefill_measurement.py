@@ -28,6 +28,7 @@ def measure_prefill_rate(
     It is the best of chunks that grow up to `max_tokens`, each computed twice: the first run of a size may have things
     to prepare.
     """
+    max_tokens = pool.groups.limit(pool.groups.nothing(), 0, max_tokens)
     rate, num_tokens = 0.0, min(FIRST_TOKENS, max_tokens)
     while True:
         seconds = min(_run_s(runner, pool, num_tokens, vocab_size, clock) for _ in range(NUM_RUNS))
@@ -44,10 +45,13 @@ def _run_s(runner: Runner, pool: BlockPool, num_tokens: int, vocab_size: int, cl
     tokens = [index % vocab_size for index in range(num_tokens + 1)]
     sequence = Sequence(RequestId("measurement"), tokens, _SAMPLING)
     sequence.blocks.extend(pool.allocate(-(-num_tokens // pool.block_size)))
+    lease = pool.groups.nothing()
+    pool.groups.cover(lease, sequence.blocks, 0, 0, num_tokens)
     try:
         start_s = clock()
         runner.forward_without_sampling([ScheduledChunk(sequence, 0, num_tokens)])
         runner.wait()
         return clock() - start_s
     finally:
+        pool.groups.end(lease)
         pool.release(sequence.blocks)

@@ -4,6 +4,7 @@ What a worker has in its own tiers need not be sent to it: a reservation is load
 """
 
 from contracts.ids import RequestId
+from engine.cache.block_pool import BlockPool
 from engine.cache.load_plan import EndedLoad, LowerTiers, PrefixLoad
 from engine.sequence import Sequence
 from engine.sequence_table import SequenceTable
@@ -14,8 +15,8 @@ class ReservedLoads:
 
     lower_tiers: LowerTiers | None = None
 
-    def __init__(self, table: SequenceTable, block_size: int) -> None:
-        self._table, self._block_size = table, block_size
+    def __init__(self, table: SequenceTable, pool: BlockPool) -> None:
+        self._table, self._pool = table, pool
         self._loading: dict[RequestId, Sequence] = {}
 
     def begin(self, request_id: RequestId, tokens_per_s: float) -> bool:
@@ -23,7 +24,7 @@ class ReservedLoads:
         if self.lower_tiers is None:
             return False
         sequence = self._table[request_id]
-        load = missing_prefix(sequence, self._block_size)
+        load = missing_prefix(sequence, self._pool.block_size)
         if load is None or not self.lower_tiers.begin_reserved(load, tokens_per_s):
             return False
         self._loading[request_id] = sequence
@@ -43,7 +44,7 @@ class ReservedLoads:
 
     def _end(self, load: EndedLoad) -> int:
         sequence = self._loading.pop(load.request_id)
-        end_load(sequence, load, self._block_size)
+        end_load(sequence, load, self._pool)
         return sequence.num_computed
 
 
@@ -68,8 +69,10 @@ def missing_prefix(sequence: Sequence, block_size: int) -> PrefixLoad | None:
     )
 
 
-def end_load(sequence: Sequence, ended: EndedLoad, block_size: int) -> None:
+def end_load(sequence: Sequence, ended: EndedLoad, pool: BlockPool) -> None:
     """Note what a load has brought."""
+    block_size, first = pool.block_size, sequence.num_computed // pool.block_size
+    pool.groups.fill(sequence.blocks[first : first + ended.num_blocks])
     if ended.num_exact < ended.num_blocks:
         sequence.lose(sequence.num_computed + ended.num_exact * block_size, sequence.accepted_loss)
     sequence.num_computed += ended.num_blocks * block_size

@@ -51,7 +51,7 @@ class RequestRelease:
             self._scheduler.remove(sequence)
         if sequence.has_grown and sequence.started:
             self._prefix_cache.insert_all(sequence)
-        self._blocks.release(sequence.blocks)
+        self._blocks.release(sequence.blocks, sequence.lease)
         self._grammars.forget(sequence)
         if self._speculator is not None:
             self._speculator.end_sequence(sequence)

@@ -9,6 +9,7 @@ from contracts.hashing import chain_hashes, salted
 from contracts.ids import RequestId
 from contracts.kv_loss import EXACT, joined
 from contracts.sampling import SamplingParams
+from engine.page_lease import PageLease
 
 
 class Status(StrEnum):
@@ -40,6 +41,8 @@ class Sequence:
 
     The last `num_pending` tokens (none or one) are being drawn by the device: their ids mean nothing yet.
 
+    `lease`: what it holds of the groups of layers whose pages live shorter than it; None while it has no blocks.
+
     `tokens` and `blocks` are 32-bit arrays, so that numpy reads them without a Python loop.
     """
 
@@ -64,6 +67,7 @@ class Sequence:
         self.num_prompt = len(self.tokens)
         self.answer_start = self.num_prompt - num_answered
         self.blocks = array("i")
+        self.lease: PageLease | None = None
         self.digests: list[bytes] = []
         self.cache_salt, self._root = cache_salt, salted(cache_salt)
         self.arrival = -1

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from contracts.ids import BlockId, RequestId
+from engine.page_lease import PageLease
 from engine.sequence import Sequence, Status
 
 
@@ -14,6 +15,15 @@ class IncomingWriter:
 
     sequence: Sequence
     blocks: list[BlockId]
+    lease: PageLease
+
+
+@dataclass(frozen=True)
+class OutgoingReader:
+    """A peer that may still read `blocks`, and of groups of short life what `lease` holds."""
+
+    blocks: list[BlockId]
+    lease: PageLease
 
 
 class SequenceTable:
@@ -27,7 +37,7 @@ class SequenceTable:
     def __init__(self) -> None:
         self._sequences: dict[RequestId, Sequence] = {}
         self.incoming_writers: dict[RequestId, IncomingWriter] = {}
-        self.outgoing_readers: dict[RequestId, list[BlockId]] = {}
+        self.outgoing_readers: dict[RequestId, OutgoingReader] = {}
 
     def __getitem__(self, request_id: RequestId) -> Sequence:
         return self._sequences[request_id]
@@ -60,5 +70,10 @@ class SequenceTable:
         """Return how often each block is held by sequences, writers and readers."""
         holds = Counter(block for sequence in self for block in sequence.blocks)
         holds.update(block for writer in self.incoming_writers.values() for block in writer.blocks)
-        holds.update(block for blocks in self.outgoing_readers.values() for block in blocks)
+        holds.update(block for reader in self.outgoing_readers.values() for block in reader.blocks)
         return holds
+
+    def leases(self) -> set[PageLease]:
+        """Return the leases of sequences, writers and readers."""
+        holders = *self, *self.incoming_writers.values(), *self.outgoing_readers.values()
+        return {holder.lease for holder in holders if holder.lease is not None}

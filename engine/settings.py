@@ -25,6 +25,9 @@ class EngineSettings:
     `speculate`: what guesses tokens, see engine.speculative.choice, and `draft_tokens` of them at most for each answer
     in a step; all of these always, unless `adapts_drafts`. `synthetic_acceptance`: tokens that a round gives whatever
     the model says, see engine.speculative.acceptance_rule; 0.0: the model decides.
+
+    `keeps_whole_blocks`: pages of windows stay as long as their blocks, as tiers below the cache need it, which take
+    and give whole blocks.
     """
 
     model: str = ""
@@ -45,5 +48,6 @@ class EngineSettings:
     draft_tokens: int = 3
     adapts_drafts: bool = True
     synthetic_acceptance: float = 0.0
+    keeps_whole_blocks: bool = False
     max_num_waiting: int = 1024
     cache_dir: Path = Path.home() / ".cache" / "tandem"

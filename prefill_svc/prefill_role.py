@@ -30,7 +30,7 @@ class PrefillRole:
         self._node = node
         self._attempts = attempts
         self._grant_timeout_s = grant_timeout_s
-        self._handoffs = OutgoingHandoffs(self, node, engine.layout, attempts)
+        self._handoffs = OutgoingHandoffs(self, node, engine.layout, engine.groups, attempts)
         self._counters: dict[str, float] = dict.fromkeys(
             ("handoffs_offered", "handoffs_committed", "handoffs_aborted", "handoffs_local", "commit_wait_seconds"), 0.0
         )

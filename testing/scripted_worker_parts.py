@@ -9,6 +9,7 @@ from contracts.ids import BlockId, Epoch, GatewayId, RequestId, WorkerId
 from contracts.layout import KVLayout
 from contracts.request import Job, Route
 from contracts.sampling import SamplingParams
+from engine.cache.kv_groups import KVGroups, no_groups
 from engine.messages import EngineRequest, Reservation, StepOutput
 from testing.worker_twins import LAYOUT, worker_ref
 from worker.core.attempt_table import AttemptTable
@@ -55,6 +56,7 @@ class ScriptedEngine(Remembering):
     """
 
     layout: KVLayout = LAYOUT
+    groups: KVGroups = field(default_factory=lambda: no_groups(LAYOUT.block_size))
     free: int = 100
     skip_tokens: int = 0
     loads: bool = False

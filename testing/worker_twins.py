@@ -20,6 +20,7 @@ from contracts.handoff import Abort, AbortAck, ChunkHeader, Commit, Fin, Grant, 
 from contracts.ids import BlockId, Epoch, Incarnation, RequestId, WorkerId
 from contracts.layout import KVLayout
 from contracts.request import WorkerRef
+from engine.cache.kv_groups import no_groups
 from engine.messages import (
     ChunkDone,
     Ended,
@@ -65,6 +66,7 @@ class FakeEngine:
     capacity: int = 64
     max_waiting: int = 64
     layout: KVLayout = LAYOUT
+    groups = no_groups(LAYOUT.block_size)
     bounds_gaps: bool = False
     slack_s: float = 0.0
     span_s: float = 0.0
@@ -113,8 +115,7 @@ class FakeEngine:
 
     def adopt(self, request_id: RequestId, first: Token) -> None:
         sequence = self.sequences[request_id]
-        assert sequence.state == "reserved"
-        assert first.token_id == expected_token(sequence.prompt, 0)
+        assert sequence.state == "reserved" and first.token_id == expected_token(sequence.prompt, 0)
         sequence.state, sequence.num_out = "decoding", 1
 
     def incoming_writer_ended(self, request_id: RequestId, num_checked: int = 0) -> int:
@@ -395,6 +396,5 @@ def worker_ref(name: str) -> WorkerRef:
 
 def clock() -> SimpleNamespace:
     """A clock that a test moves: `clock.now += 1`; call `clock.read`."""
-    fake = SimpleNamespace(now=0.0)
-    fake.read = lambda: fake.now
+    (fake := SimpleNamespace(now=0.0)).read = lambda: fake.now
     return fake

@@ -29,7 +29,7 @@ from contracts.sampling import SamplingParams
 from engine.backend import Backend
 from engine.cache.sizing import kv_layout
 from engine.cpu.decoder import Decoder
-from engine.cpu.kv_cache import KVCache
+from engine.cpu.grouped_cache import GroupedKVCache
 from engine.cpu.linear import FORMATS
 from engine.cpu.runner import CpuRunner
 from engine.cpu.weight_loader import load_weights
@@ -116,7 +116,7 @@ def agreement_rows(device: torch.device, config: ModelConfig = SMALL) -> list[Re
 def cpu_engine(settings: EngineSettings, config: ModelConfig, source: KeptWeights) -> Engine:
     checkpoint, made = random_checkpoint("small", config), FORMATS[settings.dtype]
     layout = kv_layout(checkpoint, settings.block_size, made.kv_dtype, settings.dtype)
-    cache = KVCache(layout, (settings.kv_cache_nbytes or 0) // layout.block_nbytes)
+    cache = GroupedKVCache(layout, (settings.kv_cache_nbytes or 0) // layout.block_nbytes)
     model = Decoder(config, load_weights(config, source, made, lambda *_: None), config.max_model_len)
     backend = Backend(cache, CpuRunner(model, cache), Sampler(()), settings.dtype, config.max_model_len, True)
     return Engine(settings, checkpoint, backend)

@@ -47,7 +47,9 @@ class PrefixInserter:
         for index in range(sequence.num_inserted_blocks, num_full):
             token_ids = sequence.tokens[index * size : (index + 1) * size]
             digest = _digest(sequence, index, size)
-            if self._pool.insert(sequence.blocks[index], digest, token_ids) and self.lower_tiers is not None:
+            is_new = self._pool.insert(sequence.blocks[index], digest, token_ids)
+            # A tier keeps whole blocks: of KV that came from elsewhere pages of a group of short life may be missing.
+            if is_new and self.lower_tiers is not None and not self._pool.groups.lacks(sequence.blocks[index]):
                 self.lower_tiers.offer(
                     NewBlock(
                         block=sequence.blocks[index],

@@ -5,7 +5,7 @@ The bytes that a GPU has for them are counted in engine.cuda.loader.
 
 import hashlib
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -13,6 +13,7 @@ from checkpoint import Checkpoint
 from checkpoint.fingerprint import weights_fingerprint
 from contracts.errors import ConfigError
 from contracts.layout import KVLayout
+from engine.cache.kv_groups import pages_of_sequence
 from engine.settings import EngineSettings
 from models.config import ModelConfig
 
@@ -27,16 +28,28 @@ _SETTING = "kv_cache_mib, TANDEM_KV_CACHE_MIB"
 _log = logging.getLogger(__name__)
 
 
-def kv_layout(checkpoint: Checkpoint, block_size: int, dtype: str, rounding: str, variant: str = "") -> KVLayout:
+@dataclass(frozen=True)
+class CacheSize:
+    """The blocks of a cache, the pages in each of its groups of short life, and the bytes of all these."""
+
+    num_blocks: int
+    num_pages: tuple[int, ...]
+    nbytes: int
+
+
+def kv_layout(
+    checkpoint: Checkpoint, block_size: int, dtype: str, rounding: str, variant: str = "", by_span: bool = False
+) -> KVLayout:
     """Return how KV lies in pages, of this `dtype`.
 
     Workers of another `rounding` hand over to it and share nothing.
 
     `variant`: set where KV is not to meet that of the model's other workers at all: the two parts of a rotary pair lie
-    otherwise than side by side, or activations are rounded otherwise.
+    otherwise than side by side, or activations are rounded otherwise. `by_span`: layers that see a window or a segment
+    are a group of their own; else all layers are one.
     """
     config = checkpoint.config
-    return KVLayout.uniform(
+    layout = KVLayout.uniform(
         model=f"{_fingerprint(config)}-{weights_fingerprint(checkpoint.path)}{variant}",
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
@@ -45,6 +58,14 @@ def kv_layout(checkpoint: Checkpoint, block_size: int, dtype: str, rounding: str
         dtype=dtype,
         rounding=rounding,
     )
+    if not by_span or not config.windowed_layers:
+        return layout
+    (whole,) = layout.groups
+    kind, span = ("segment", config.segment) if config.segment else ("window", config.window)
+    full = tuple(layer for layer in whole.layers if layer not in config.windowed_layers)
+    short = msgspec.structs.replace(whole, kind=kind, span=span, layers=config.windowed_layers)
+    groups = (msgspec.structs.replace(whole, layers=full), short) if full else (short,)
+    return msgspec.structs.replace(layout, groups=groups)
 
 
 def _fingerprint(config: ModelConfig) -> str:
@@ -63,6 +84,41 @@ def blocks_in(nbytes: int, layout: KVLayout, draft_nbytes: int = 0) -> int:
             f"raise it, a worker's {_SETTING}"
         )
     return nbytes // block_nbytes
+
+
+def cache_size(
+    nbytes: int, layout: KVLayout, settings: EngineSettings, max_model_len: int, draft_nbytes: int = 0
+) -> CacheSize:
+    """Return what fits in `nbytes`.
+
+    Each block has `draft_nbytes` of a draft head's beside those of the layout. A group of short life has pages for the
+    sequences that may run, as many again for those that are handed over and for what may be found again, and for the
+    prompts of a step; but for no more sequences than there would be if each had twice the blocks of its window. If
+    there is no use in that, it has a page for every block.
+
+    Raises ConfigError for fewer than MIN_BLOCKS.
+    """
+    whole = blocks_in(nbytes, layout, draft_nbytes)
+    short = [index for index, group in enumerate(layout.groups) if group.is_short]
+    sizes = [layout.group_nbytes(index) for index in short]
+    full_nbytes, short_nbytes = layout.block_nbytes + draft_nbytes - sum(sizes), sum(sizes)
+    num_draft = 0 if settings.speculate == "off" else settings.draft_tokens
+    most = [pages_of_sequence(layout, index, num_draft) for index in short]
+    slack = layout.num_blocks(settings.max_batched_tokens) + 1
+    in_whole = CacheSize(whole, (whole,) * len(short), whole * (full_nbytes + short_nbytes))
+    if not short or settings.keeps_whole_blocks:
+        return in_whole
+    if not full_nbytes:  # blocks without pages take no room: as many as all sequences can have
+        num_blocks = whole // max(most) * layout.num_blocks(max_model_len)
+        is_of_use = whole >= 2 * max(most) + slack and num_blocks > whole
+        return CacheSize(num_blocks, (whole,) * len(short), in_whole.nbytes) if is_of_use else in_whole
+    half = int((nbytes - slack * short_nbytes) / (full_nbytes + short_nbytes / 2)) // 2
+    num_pages = tuple(min(half, 2 * need * settings.max_num_seqs) + slack for need in most)
+    left = nbytes - sum(count * size for count, size in zip(num_pages, sizes, strict=True))
+    num_blocks = left // full_nbytes
+    if any(count < 2 * need + slack for count, need in zip(num_pages, most, strict=True)) or num_blocks <= whole:
+        return in_whole
+    return CacheSize(num_blocks, num_pages, nbytes - left + num_blocks * full_nbytes)
 
 
 def cache_nbytes(settings: EngineSettings, layout: KVLayout, available_nbytes: int) -> int:
@@ -118,16 +174,20 @@ def model_len(checkpoint: Checkpoint, settings: EngineSettings, capacity_tokens:
     return min(wanted, capacity_tokens)
 
 
-def log_capacity(layout: KVLayout, num_blocks: int, draft_nbytes: int) -> None:
-    """Log what a cache in host memory holds.
-
-    Each block has `draft_nbytes` of a head beside those of the layout.
-    """
+def log_capacity(layout: KVLayout, size: CacheSize) -> None:
+    """Log what a cache in host memory holds."""
     _log.info(
         "the KV cache holds %d tokens in %d MiB; TANDEM_KV_CACHE_MIB makes it larger or smaller",
-        num_blocks * layout.block_size,
-        num_blocks * (layout.block_nbytes + draft_nbytes) >> 20,
+        size.num_blocks * layout.block_size,
+        size.nbytes >> 20,
     )
+    short = [group for group in layout.groups if group.is_short]
+    for group, num_pages in zip(short, size.num_pages, strict=True):
+        if num_pages < size.num_blocks:
+            _log.info(
+                "of %d layers, which see a %s of %d tokens, it holds %d of these tokens",
+                group.num_layers, group.kind, group.span, num_pages * layout.block_size,
+            )  # fmt: skip
 
 
 def require_budgets(settings: EngineSettings, block_size: int) -> None:

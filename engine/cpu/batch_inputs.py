@@ -1,15 +1,16 @@
 """From a batch of pieces to index tensors, in numpy, once a step."""
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from engine.cpu.attention import AttentionPlan, TiledChunks, plan_tiles
 from engine.cpu.decode_attention import computes_rows_alike, most_tokens, plan_decode
+from engine.cpu.grouped_cache import AnyKVCache
 from engine.cpu.head_shape import HeadShape
-from engine.cpu.kv_cache import KVCache
+from engine.cpu.kv_cache import CachePart, KVCache
 from engine.model.chunked_attention import AttentionChunks, cut
 from engine.model.logit_rows import tail_rows, tails
 from engine.sampling.prompt_logprobs import PromptLogprobSpan
@@ -31,6 +32,17 @@ class AttentionPlans:
 
 
 @dataclass(frozen=True)
+class WriteIndex:
+    """The rows of KVCache.rows that K and V of a batch go to, `[M * 2 * kv_heads]`. See AttentionPlans."""
+
+    whole: torch.Tensor
+    windowed: torch.Tensor
+
+    def of(self, has_window: bool) -> torch.Tensor:
+        return self.windowed if has_window else self.whole
+
+
+@dataclass(frozen=True)
 class LogitRows:
     """The rows of the batch that go past the last layer's K and V, and their attention there."""
 
@@ -40,7 +52,7 @@ class LogitRows:
 
 @dataclass(frozen=True)
 class Inputs:
-    """`write_index` `[M * 2 * kv_heads]` rows of KVCache.rows.
+    """What all layers take of a batch.
 
     `tails`: None if all rows go to the end. Of those that do, `sample_rows` are the ones whose logits are wanted at
     once, `score_rows` those whose logits are wanted part by part.
@@ -50,7 +62,7 @@ class Inputs:
 
     token_ids_M: torch.Tensor
     positions_M: torch.Tensor
-    write_index: torch.Tensor
+    write_index: WriteIndex
     sample_rows: torch.Tensor
     score_rows: tuple[torch.Tensor, ...]
     num_answer_rows: int
@@ -60,7 +72,7 @@ class Inputs:
 
 
 def prepare(
-    pieces: SequenceOf[ScheduledChunk], scored: SequenceOf[PromptLogprobSpan], heads: HeadShape, cache: KVCache
+    pieces: SequenceOf[ScheduledChunk], scored: SequenceOf[PromptLogprobSpan], heads: HeadShape, cache: AnyKVCache
 ) -> Inputs:
     """`pieces` in the order of Batch. Rows of the batch are their tokens in order.
 
@@ -89,7 +101,7 @@ def prepare(
     return Inputs(
         token_ids_M=torch.from_numpy(token_ids),
         positions_M=torch.from_numpy(positions),
-        write_index=kv_write_index(rows.tables[owners, positions // cache.layout.block_size], positions, cache),
+        write_index=_write_index(rows.tables[owners, positions // cache.layout.block_size], positions, cache),
         sample_rows=sample_rows,
         score_rows=tuple(score_rows),
         num_answer_rows=int(counts[answers].sum()),
@@ -142,7 +154,7 @@ def _runs(piece: ScheduledChunk, num_together: int) -> SequenceOf[int]:
 
 
 def _tails(
-    rows: AttentionChunks, lasts: np.ndarray, left: np.ndarray, decodes: np.ndarray, heads: HeadShape, cache: KVCache
+    rows: AttentionChunks, lasts: np.ndarray, left: np.ndarray, decodes: np.ndarray, heads: HeadShape, cache: AnyKVCache
 ) -> LogitRows:
     """Return what goes past the last layer's K and V: of each run of rows the `lasts`.
 
@@ -157,16 +169,33 @@ def _tails(
     return LogitRows(torch.from_numpy(left), _plans(ends, sampling, heads, cache))
 
 
-def _plans(rows: AttentionChunks, decodes: np.ndarray, heads: HeadShape, cache: KVCache) -> AttentionPlans:
+def _plans(rows: AttentionChunks, decodes: np.ndarray, heads: HeadShape, cache: AnyKVCache) -> AttentionPlans:
     """Return the plans of all layers. No rows have no parts.
 
     `decodes`: rows of each decode, which come first.
     """
-    whole = _plan(rows, decodes, heads, cache, 0)
+    short, long, windowed = cache.part(True), cache.part(False), None
     if heads.segment:  # the tokens of a draft may be in several
-        by_segment = cut(rows, heads.segment, cache.layout.block_size)
-        return AttentionPlans(whole, _plan(by_segment, np.ones(decodes.sum(), np.int64), heads, cache, 0))
-    return AttentionPlans(whole, _plan(rows, decodes, heads, cache, heads.window) if heads.window else None)
+        by_segment = cut(_in_part(rows, short), heads.segment, cache.layout.block_size)
+        windowed = _plan(by_segment, np.ones(decodes.sum(), np.int64), heads, short.cache, 0)
+    elif heads.window:
+        windowed = _plan(_in_part(rows, short), decodes, heads, short.cache, heads.window)
+    if windowed is not None and long.table is not None:  # all layers have a window
+        return AttentionPlans(windowed, windowed)
+    return AttentionPlans(_plan(_in_part(rows, long), decodes, heads, long.cache, 0), windowed)
+
+
+def _in_part(rows: AttentionChunks, part: CachePart) -> AttentionChunks:
+    """Return the rows with the pages that their blocks have in a part of the cache."""
+    return replace(rows, tables=part.read_pages(rows.tables))
+
+
+def _write_index(blocks: np.ndarray, positions: np.ndarray, cache: AnyKVCache) -> WriteIndex:
+    whole, windowed = cache.part(False), cache.part(True)
+    index = kv_write_index(whole.written_pages(blocks), positions, whole.cache)
+    if windowed.cache is whole.cache:
+        return WriteIndex(index, index)
+    return WriteIndex(index, kv_write_index(windowed.written_pages(blocks), positions, windowed.cache))
 
 
 def _plan(rows: AttentionChunks, decodes: np.ndarray, heads: HeadShape, cache: KVCache, window: int) -> AttentionPlan:
@@ -203,10 +232,10 @@ def _tables(pieces: SequenceOf[ScheduledChunk]) -> np.ndarray:
     return tables
 
 
-def kv_write_index(blocks: np.ndarray, positions: np.ndarray, cache: KVCache) -> torch.Tensor:
+def kv_write_index(pages: np.ndarray, positions: np.ndarray, cache: KVCache) -> torch.Tensor:
     """Row of each (token, K or V, head) in KVCache.rows."""
     group = cache.group
-    planes = blocks[:, None] + np.array([0, cache.num_blocks])
+    planes = pages[:, None] + np.array([0, cache.num_blocks])
     heads = planes[:, :, None] * group.num_kv_heads + np.arange(group.num_kv_heads)
     rows = heads * group.block_size + (positions % group.block_size)[:, None, None]
     return torch.from_numpy(rows.reshape(-1))

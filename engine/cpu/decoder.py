@@ -14,8 +14,8 @@ import torch
 
 from engine.cpu.attention import attend
 from engine.cpu.batch_inputs import AttentionPlans, Inputs
+from engine.cpu.grouped_cache import AnyKVCache
 from engine.cpu.head_shape import HeadShape
-from engine.cpu.kv_cache import KVCache
 from engine.cpu.linear import Linear, PhasedLinear
 from engine.cpu.mlp import CpuMlp
 from engine.model.rotary_embedding import attention_temperatures, rope_frequencies, rotations
@@ -101,7 +101,7 @@ class Decoder:
         self._attention_temperatures_T = attention_temperatures(config, max_model_len)
 
     @torch.inference_mode()
-    def forward(self, inputs: Inputs, cache: KVCache) -> Logits:
+    def forward(self, inputs: Inputs, cache: AnyKVCache) -> Logits:
         """Writes K and V of all rows."""
         x = self._weights.embedding[inputs.token_ids_M]
         if self._embedding_scale != 1:
@@ -138,7 +138,13 @@ class Decoder:
         return self._weights.head(self._hidden_norm(x, self._weights.final_gain)).float()
 
     def _queries(
-        self, layer: CpuLayerWeights, x: torch.Tensor, rope: torch.Tensor, inputs: Inputs, cache: KVCache, index: int
+        self,
+        layer: CpuLayerWeights,
+        x: torch.Tensor,
+        rope: torch.Tensor,
+        inputs: Inputs,
+        cache: AnyKVCache,
+        index: int,
     ) -> torch.Tensor:
         """Return the rows' queries, `[M, H, D]`, and write their K and V."""
         qkv = layer.qkv(self._before(x, layer.attention_gain), inputs.num_answer_rows)
@@ -148,11 +154,11 @@ class Decoder:
         # words of 4 where those of 8 don't make up a head.
         word = torch.int64 if self.heads.head_dim % 4 == 0 else torch.int32
         words = kv.reshape(-1, self.heads.head_dim).view(word)
-        cache.rows(index).view(word).index_copy_(0, inputs.write_index, words)
+        cache.rows(index).view(word).index_copy_(0, inputs.write_index.of(layer.has_window), words)
         return q
 
     def _attend(
-        self, layer: CpuLayerWeights, q: torch.Tensor, cache: KVCache, index: int, attention: AttentionPlans
+        self, layer: CpuLayerWeights, q: torch.Tensor, cache: AnyKVCache, index: int, attention: AttentionPlans
     ) -> torch.Tensor:
         """`[rows, H * D]` before the output projection."""
         return attend(q, cache.pages(index), attention.of(layer.has_window), self.heads, layer.sinks_KG)

@@ -8,7 +8,7 @@ import numpy as np
 
 from contracts.ids import BlockId
 from contracts.layout import KVGroup
-from engine.cpu.kv_cache import KVCache
+from engine.cpu.grouped_cache import AnyKVCache
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class JointCache:
     block is none of a transfer's.
     """
 
-    def __init__(self, model: KVCache, beside: Sequence[GroupPages]) -> None:
+    def __init__(self, model: AnyKVCache, beside: Sequence[GroupPages]) -> None:
         self._model, self._beside = model, list(beside)
         groups = (*model.layout.groups, *(each.group for each in beside))
         self.layout = msgspec.structs.replace(model.layout, groups=groups)
@@ -34,13 +34,14 @@ class JointCache:
 
     @property
     def pool_bytes(self) -> np.ndarray:
-        """The pages of the model's group."""
+        """The pages of the model's first group."""
         return self._model.pool_bytes
 
     @property
     def transfer_pool(self) -> list[np.ndarray]:
         """The pages of all groups, in the layout's order."""
-        return [self._model.pool_bytes, *(each.pages for each in self._beside)]
+        model = self._model.transfer_pool
+        return [*(model if isinstance(model, list) else [model]), *(each.pages for each in self._beside)]
 
     def checksums(self, blocks: Sequence[BlockId]) -> None:
         """The transfer makes its own, of what it copies anyway."""

@@ -1,14 +1,36 @@
 """The paged KV cache: one allocation, seen as torch tensors by the model and as bytes by the transfer."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from contracts.ids import BlockId
 from contracts.layout import KVLayout
+from engine.cache.kv_groups import GroupPageTable
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class CachePart:
+    """The pages of one group, and which of them a block has: that of its number if there is no `table`."""
+
+    cache: "KVCache"
+    table: GroupPageTable | None = None
+
+    def read_pages(self, blocks: np.ndarray) -> np.ndarray:
+        """Return the pages of blocks; any where one has none, since what is read there is masked."""
+        return blocks if self.table is None else np.maximum(self.table.page_of[blocks], 0).astype(np.int64)
+
+    def written_pages(self, blocks: np.ndarray) -> np.ndarray:
+        """Return the pages of blocks, which have one."""
+        if self.table is None:
+            return blocks
+        pages = self.table.page_of[blocks].astype(np.int64)
+        assert pages.min(initial=0) >= 0, "a token is written to a block that has no page"
+        return pages
 
 
 class KVCache:
@@ -44,6 +66,10 @@ class KVCache:
 
     def checksums_behind(self, blocks: Sequence[BlockId]) -> None:
         """All blocks are computed."""
+
+    def part(self, has_window: bool) -> CachePart:
+        """Return the only group, which all layers are of."""
+        return CachePart(self)
 
     def rows(self, layer: int) -> torch.Tensor:
         """Return K and V of a layer by rows.

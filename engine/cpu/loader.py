@@ -6,15 +6,24 @@ import torch
 
 from checkpoint import Checkpoint, Progress
 from engine.backend import Backend, Drafting
-from engine.cache.sizing import blocks_in, cache_nbytes, for_context, kv_layout, log_capacity, model_len
+from engine.cache.kv_groups import GroupPageTable
+from engine.cache.sizing import (
+    cache_nbytes,
+    cache_size,
+    for_context,
+    kv_layout,
+    log_capacity,
+    model_len,
+    wanted_model_len,
+)
 from engine.cpu.decoder import Decoder
 from engine.cpu.draft_model.loader import open_draft_model
 from engine.cpu.eagle3.drafter import Eagle3Drafter
 from engine.cpu.eagle3.loader import open_head
 from engine.cpu.eagle3.torch_head import load_torch_head
 from engine.cpu.format_choice import resolve_dtype
+from engine.cpu.grouped_cache import GroupedKVCache
 from engine.cpu.joint_cache import JointCache
-from engine.cpu.kv_cache import KVCache
 from engine.cpu.linear import FORMATS
 from engine.cpu.native.choice import chosen_kernels
 from engine.cpu.native.eagle3_head import EmbeddingRows, load_native_head, unfit_widths
@@ -45,15 +54,17 @@ def load_cpu_backend(settings: EngineSettings, checkpoint: Checkpoint, progress:
         return load_native_backend(settings, checkpoint, source, native, torch.get_num_threads(), progress)
     dtype = resolve_dtype(settings, source)
     number_format = FORMATS[dtype]
-    layout = kv_layout(checkpoint, settings.block_size, number_format.kv_dtype, dtype)
+    layout = kv_layout(checkpoint, settings.block_size, number_format.kv_dtype, dtype, by_span=True)
     head = open_head(settings, checkpoint, layout)
     draft = open_draft_model(settings, checkpoint, layout, dtype)
     draft_nbytes = sum(each.block_nbytes for each in (head, draft) if each is not None)
-    num_blocks = blocks_in(cache_nbytes(settings, layout, available_nbytes()), layout, draft_nbytes)
+    nbytes, wanted = cache_nbytes(settings, layout, available_nbytes()), wanted_model_len(checkpoint, settings)
+    size = cache_size(nbytes, layout, settings, wanted, draft_nbytes)
+    num_blocks, tables = size.num_blocks, [GroupPageTable(size.num_blocks, count) for count in size.num_pages]
     max_model_len = model_len(checkpoint, settings, num_blocks * layout.block_size)
     weights = load_weights(checkpoint.config, source, number_format, progress)
     model = Decoder(checkpoint.config, weights, max_model_len, () if head is None else head.aux_layers)
-    cache = KVCache(layout, num_blocks)
+    cache = GroupedKVCache(layout, num_blocks, tables)
     drafting, whole = None, cache
     if head is not None:
         drafts, tensors = head.cache(num_blocks, settings.max_num_seqs), head.tensors(checkpoint, source)
@@ -70,11 +81,14 @@ def load_cpu_backend(settings: EngineSettings, checkpoint: Checkpoint, progress:
         drafting, pages = draft.drafting(runner, num_blocks, settings, progress)
         whole = JointCache(cache, pages)
     _log.info("%s ready: %s, context of %d tokens", checkpoint.name, dtype, max_model_len)
-    log_capacity(layout, num_blocks, draft_nbytes)
+    log_capacity(layout, size)
     # Where prompts and answers are computed in different formats, an answer's KV is not what a prompt's would be.
     caches_decoded_kv = number_format.is_uniform
     sampler = Sampler(checkpoint.eos_token_ids)
-    return Backend(whole, runner, sampler, dtype, max_model_len, caches_decoded_kv, drafting=drafting)
+    return Backend(
+        whole, runner, sampler, dtype, max_model_len, caches_decoded_kv, drafting=drafting,
+        page_tables=tables,
+    )  # fmt: skip
 
 
 def _kernels_of_head(settings: EngineSettings, config: Eagle3Config) -> NativeKernels | None:

@@ -8,7 +8,7 @@ import torch
 from engine.backend import AuxReader, Computed, Written, ignore_progress
 from engine.cpu.batch_inputs import prepare
 from engine.cpu.decoder import Decoder
-from engine.cpu.kv_cache import KVCache
+from engine.cpu.grouped_cache import AnyKVCache
 from engine.sampling.prompt_logprobs import score, spans
 from engine.sampling.token_masks import TokenMasks
 from engine.scheduler.batch import ScheduledChunk
@@ -22,7 +22,7 @@ class CpuRunner:
     max_draft_rows = sys.maxsize
     graph_rows: tuple[int, ...] = ()
 
-    def __init__(self, model: Decoder, cache: KVCache, reader: AuxReader | None = None) -> None:
+    def __init__(self, model: Decoder, cache: AnyKVCache, reader: AuxReader | None = None) -> None:
         self._model, self._cache, self._reader = model, cache, reader
 
     @torch.inference_mode()

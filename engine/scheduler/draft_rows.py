@@ -35,6 +35,8 @@ class DraftRows:
         if unused:
             # Another array: a runner knows by the array whose table a device has.
             sequence.blocks = array("i", sequence.blocks[:num_blocks])
+            if sequence.lease is not None:
+                self._pool.groups.drop_behind(sequence.lease, num_blocks)
             self._pool.release(unused)
 
     def _make_room(self, sequence: Sequence, num_tokens: int, num_spare: int) -> int:

@@ -22,6 +22,7 @@ from engine.prefix_loads import end_load, missing_prefix
 from engine.scheduler.batch import Batch, ScheduledChunk
 from engine.scheduler.draft_rows import DraftRows
 from engine.scheduler.mixed_budget import MixedBudget
+from engine.scheduler.step_budget import StepBudget
 from engine.sequence import Sequence, Status
 
 _log = logging.getLogger(__name__)
@@ -147,23 +148,34 @@ class Scheduler:
             self.lower_tiers.cancel(sequence.request_id)
             del self.loading[sequence.request_id]
 
-    def take_blocks(self, sequence: Sequence, num_tokens: int, num_spare: int) -> bool:
+    def take_blocks(self, sequence: Sequence, num_tokens: int, num_spare: int, num_incoming: int | None = None) -> bool:
         """Give `sequence` blocks for so many tokens, the cached ones of its prompt first: those are computed.
 
-        False, and nothing changes, if fewer than `num_spare` were left to others.
+        False, and nothing changes, if fewer than `num_spare` were left to others. `num_incoming`: the KV of so many
+        tokens, and of the rest, comes from elsewhere as far as it is not cached; None: it is computed here.
 
         At least its last token is computed, and all of a prompt that is to be scored: a cached block has no logits.
         """
         size = self._pool.block_size
         limit = (len(sequence.tokens) - 1) // size if sequence.num_scored >= sequence.num_prompt else 0
         accepted = sequence.accepted_loss
-        cached = self._pool.find(sequence.each_digest(size, limit), sequence.tokens, accepted)
+        groups, found = self._pool.groups, self._pool.find(sequence.each_digest(size, limit), sequence.tokens, accepted)
+        cached = found[: groups.usable(found) if num_incoming is None else groups.usable_before(found, num_incoming)]
         missing = self._num_blocks(num_tokens) - len(cached)
         if not self._pool.fits(missing + num_spare, cached):
             return False
+        most_tokens = max(num_tokens, sequence.answer_start + sequence.sampling.max_tokens)
+        lease = groups.open(most_tokens, 0 if num_incoming is None else num_tokens - num_incoming)
+        if lease is None:
+            return False
+        lease.branch, hit = len(found), len(cached) * size
+        groups.cover(lease, cached, hit if num_incoming is None else num_incoming, hit, hit)
         self._pool.retain(cached)
+        sequence.lease = lease
         sequence.blocks.extend(cached)
         sequence.blocks.extend(self._pool.allocate(missing))
+        if num_incoming is not None:
+            groups.cover(lease, sequence.blocks, num_incoming, hit, num_tokens)
         sequence.num_inserted_blocks = len(cached)
         sequence.num_computed = len(cached) * size
         if accepted and (num_exact := self._pool.num_exact(cached, sequence.digests)) < len(cached):
@@ -183,9 +195,11 @@ class Scheduler:
         if self.drafts is not None and pieces:
             num_left = min(self._limits.max_batched_tokens - len(pieces), self._limits.max_draft_rows)
             pieces = self.drafts.add(pieces, len(self.running), num_left)
+            for piece in pieces:
+                self._cover(piece)
         num_rows = sum(piece.num_rows for piece in pieces)
         beside_answers = self.mixed_budget.prompt_tokens(num_rows, *waiting)
-        budget = _Budget(self._limits.max_batched_tokens - num_rows, beside_answers, has_answers)
+        budget = StepBudget(self._limits.max_batched_tokens - num_rows, beside_answers, has_answers)
         pieces += self._chunks([s for s in self._in_turn if not s.is_decoding], budget)
         pieces += self._admit(budget, num_reserved)
         pieces.sort(key=_phase)
@@ -208,7 +222,15 @@ class Scheduler:
         for sequence in [s for s in self._in_turn if s.is_decoding]:
             if sequence.status is Status.RUNNING and self._make_room(sequence):
                 pieces.append(ScheduledChunk(sequence, sequence.num_computed, 1))
+        for piece in pieces:  # not one that was preempted for another's sake
+            self._cover(piece)
         return pieces
+
+    def _cover(self, piece: ScheduledChunk) -> None:
+        """Hold the pages of groups of short life that computing a chunk reads and writes."""
+        sequence, first = piece.sequence, piece.first_token
+        if sequence.lease is not None:
+            self._pool.groups.cover(sequence.lease, sequence.blocks, first, first, first + piece.num_rows)
 
     def _make_room(self, sequence: Sequence) -> bool:
         """Make room for one more token of the sequence.
@@ -243,12 +265,13 @@ class Scheduler:
             sequence.request_id, len(sequence.tokens),
         )  # fmt: skip
 
-    def _chunks(self, sequences: list[Sequence], budget: "_Budget") -> list[ScheduledChunk]:
+    def _chunks(self, sequences: list[Sequence], budget: StepBudget) -> list[ScheduledChunk]:
         pieces: list[ScheduledChunk] = []
         for sequence in sequences:
             piece = self._chunk(sequence, budget.num_tokens)
             if piece is None or not budget.take(piece):
                 break
+            self._cover(piece)
             pieces.append(piece)
         return pieces
 
@@ -258,14 +281,15 @@ class Scheduler:
         A chunk of what is handed over ends on a block's edge, unless it is the last: no block is sent half full.
         """
         first = sequence.num_computed
-        end = sequence.num_prefilled if first < sequence.num_prefilled else len(sequence.tokens)
-        if end - first > budget:
-            end = first + budget
-            if sequence.handoff:
-                end -= end % self._pool.block_size
+        whole = sequence.num_prefilled if first < sequence.num_prefilled else len(sequence.tokens)
+        end = min(whole, first + budget)
+        if sequence.lease is not None:
+            end = self._pool.groups.limit(sequence.lease, first, end)
+        if end < whole and sequence.handoff:
+            end -= end % self._pool.block_size
         return ScheduledChunk(sequence, first, end - first) if end > first else None
 
-    def _admit(self, budget: "_Budget", num_reserved: int) -> list[ScheduledChunk]:
+    def _admit(self, budget: StepBudget, num_reserved: int) -> list[ScheduledChunk]:
         pieces: list[ScheduledChunk] = []
         while self.waiting and self.num_active + num_reserved < self._limits.max_num_seqs and budget.num_tokens > 0:
             sequence = self.waiting[0]
@@ -282,6 +306,7 @@ class Scheduler:
                 break
             del self.waiting[0]
             self.resume(sequence)
+            self._cover(piece)
             pieces.append(piece)
             self._count_prefix(sequence)
         return pieces
@@ -303,7 +328,7 @@ class Scheduler:
             return
         for ended in self.lower_tiers.finished():
             sequence = self.loading.pop(ended.request_id)
-            end_load(sequence, ended, self._pool.block_size)
+            end_load(sequence, ended, self._pool)
             sequence.load_s = ended.seconds
             if self.waiting or self.loading:  # one of them may share what was loaded
                 self._on_loaded(sequence)  # else once its batch is launched: it takes thousands of tokens 0.5 ms
@@ -348,37 +373,15 @@ class Scheduler:
         return finds
 
     def _give_back(self, sequence: Sequence) -> None:
+        self._pool.groups.end(sequence.lease)
         self._pool.release(sequence.blocks)
+        sequence.lease = None
         sequence.blocks = array("i")  # not the same one emptied: a runner knows by the array whose table a device has
         sequence.num_computed = sequence.num_inserted_blocks = 0
         sequence.loss = EXACT  # that was of these blocks' KV
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._pool.block_size)
-
-
-class _Budget:
-    """What a step may still compute beside its decodes."""
-
-    def __init__(self, alone: int, beside_answers: int, has_answers: bool) -> None:
-        self._alone, self._beside_answers, self._has_answers = alone, beside_answers, has_answers
-
-    @property
-    def num_tokens(self) -> int:
-        return min(self._alone, self._beside_answers) if self._has_answers else self._alone
-
-    def take(self, piece: ScheduledChunk) -> bool:
-        """Take a chunk, or return False if it has to wait.
-
-        That is an answer that is computed again, beside more of prompts than answers allow.
-        """
-        if piece.is_answer and not self._has_answers:
-            if self._beside_answers <= 0:
-                return False
-            self._has_answers = True
-        self._alone -= piece.num_tokens
-        self._beside_answers -= piece.num_tokens
-        return True
 
 
 def _phase(piece: ScheduledChunk) -> tuple[bool, bool, bool]:

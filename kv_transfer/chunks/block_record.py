@@ -116,6 +116,8 @@ def shared_fields(layout: KVLayout) -> dict[str, Any]:
     fields: dict[str, Any] = {name: getattr(layout, name) for name in ("model", "rounding", "block_size")}
     for index, group in enumerate(layout.groups):
         described: dict[str, Any] = to_builtins(group)
+        if not group.span:  # so that a record without says the same as ever
+            del described["span"]
         for name, value in described.items():
             # Lists, as they are decoded.
             plain = list(cast(tuple[Any, ...], value)) if isinstance(value, tuple) else value

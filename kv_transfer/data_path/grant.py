@@ -24,9 +24,15 @@ class GrantedPages:
             raise ValueError(
                 f"skip_tokens is {grant.skip_tokens} of {offer.num_tokens}; blocks are {layout.block_size}"
             )
-        for group, pages, pool_blocks in zip(layout.groups, grant.pages, num_blocks, strict=True):
+        self._skips = grant.skips()
+        if len(self._skips) != len(layout.groups):
+            raise ValueError(f"group_skips are {grant.group_skips}, of {len(layout.groups)} groups")
+        facts = zip(layout.groups, grant.pages, self._skips, num_blocks, strict=True)
+        for group, pages, skip, pool_blocks in facts:
+            if skip % layout.block_size or not grant.skip_tokens <= skip <= offer.num_tokens:
+                raise ValueError(f"group_skips are {grant.group_skips} of {offer.num_tokens} tokens")
             plan.check_pages(pages, pool_blocks)
-            expected = group.num_blocks(offer.num_tokens - grant.skip_tokens)
+            expected = group.num_blocks(offer.num_tokens - skip)
             if len(pages) != expected:
                 raise ValueError(f"{len(pages)} pages granted, {expected} are needed")
         self.offer, self.grant, self._layout = offer, grant, layout
@@ -70,8 +76,9 @@ class GrantedPages:
 
     def _check_tokens(self, header: ChunkHeader) -> str | None:
         first, end, block_size = header.first_token, header.first_token + header.num_tokens, self._layout.block_size
-        if first % block_size or first < self.grant.skip_tokens:
-            return f"first_token is {first}; the grant starts at {self.grant.skip_tokens}, blocks are {block_size}"
+        skip = self._skips[header.group]
+        if first % block_size or first < skip:
+            return f"first_token is {first}; the grant starts at {skip}, blocks are {block_size}"
         if header.num_tokens <= 0 or end > self.offer.num_tokens:
             return f"tokens {first} to {end} are not all in the {self.offer.num_tokens} offered"
         if end % block_size and end != self.offer.num_tokens and not self.offer.is_bound:
@@ -80,7 +87,7 @@ class GrantedPages:
 
     def _blocks(self, header: ChunkHeader) -> slice:
         group = self._layout.groups[header.group]
-        first = (header.first_token - self.grant.skip_tokens) // group.block_size
+        first = (header.first_token - self._skips[header.group]) // group.block_size
         return slice(first, first + group.num_blocks(header.num_tokens))
 
 

@@ -177,9 +177,11 @@ class PullReceiver(UnthreadedMover):
 
         Its index and checksum are unknown yet.
         """
-        first = max(scheduled.first_token, granted.grant.skip_tokens)
+        if not 0 <= scheduled.group < len(self._remotes):
+            return None
+        first = max(scheduled.first_token, granted.grant.skips()[scheduled.group])
         num_tokens = scheduled.first_token + scheduled.num_tokens - first
-        if num_tokens <= 0 or not 0 <= scheduled.group < len(self._remotes):
+        if num_tokens <= 0:
             return None
         skipped = (first - scheduled.first_token) // self._layout.groups[scheduled.group].block_size
         return PullReady(

@@ -2,13 +2,14 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 
 import numpy as np
 
 from contracts.errors import Corrupt
 from contracts.kv_loss import EXACT
 from contracts.kv_store import BlockKey
-from contracts.layout import KVLayout
+from contracts.layout import KVGroup, KVLayout
 from kv_transfer.chunks import checksum as integrity
 from kv_transfer.chunks.block_record import (
     RAW,
@@ -34,19 +35,22 @@ _FACTS_NBYTES = 64
 class RecordCodec:
     """The codec of a worker's records: `levels` are those that it may write, the most exact first.
 
-    A block is coded as one page of each kind of plane, whose heads are those of all layers: sixty planes one by one
-    took ten times as long. The groups behind the model's, such as a draft head's, are a few percent of a block, and
-    are appended as they are.
+    A block is coded as one page of each kind of plane, whose heads are those of all layers, of whatever group: sixty
+    planes one by one took ten times as long. Groups of another form behind these, such as a draft head's, are a few
+    percent of a block, and are appended as they are.
     """
 
     def __init__(self, layout: KVLayout, levels: Sequence[str]) -> None:
         self.levels, self.accepted_loss = list(levels), accepted_loss(levels)
-        self._layout, group = layout, layout.model_part.only_group
-        self._format = PageFormat(group.dtype, group.num_kv_heads * group.num_layers, group.block_size, group.head_dim)
+        self._layout, group = layout, layout.groups[0]
+        coded = list(takewhile(lambda each: _form(each) == _form(group), layout.model_part.groups))
+        num_layers = sum(each.num_layers for each in coded)
+        self._format = PageFormat(group.dtype, group.num_kv_heads * num_layers, group.block_size, group.head_dim)
         self._runs = [PageRun(1, is_key=name == "k") for name in group.planes]
         # The planes lie layer by layer; coded are all keys, then all values.
-        self._order = np.arange(group.num_planes).reshape(group.num_layers, len(group.planes)).T.reshape(-1)
-        self._coded_nbytes = group.block_nbytes
+        num_planes = num_layers * len(group.planes)
+        self._order = np.arange(num_planes).reshape(num_layers, len(group.planes)).T.reshape(-1)
+        self._coded_nbytes = sum(each.block_nbytes for each in coded)
         self._rates: Mapping[str, CodecRate] | None = None
 
     def choose(self, record: memoryview, bandwidth: float, may_lose: bool) -> str:
@@ -138,6 +142,11 @@ class RecordCodec:
             encode_s += decode_s  # decoded when it is written too, for the checksum
             rates[name] = CodecRate(len(planes) / len(payload), len(planes) / encode_s, len(planes) / decode_s)
         return rates
+
+
+def _form(group: KVGroup) -> tuple[object, ...]:
+    """Return what two groups have in common whose planes are coded together."""
+    return group.planes, group.dtype, group.num_kv_heads, group.block_size, group.head_dim
 
 
 class WriteRate:

@@ -236,3 +236,41 @@ def test_a_chunk_of_no_group_is_refused(group: int) -> None:
     )
     pull = PullReady(*KEY, 0, 0, 8, TWO.layout_id, 2 * LAYOUT.block_nbytes, 0, group, pages=blocks([1, 2]))
     assert granted.check(pull.header) == f"group is {group}; the layout has 2"
+
+
+SHORT = msgspec.structs.replace(LAYOUT.groups[0], kind="window", span=5, layers=(7,))
+WINDOWED = msgspec.structs.replace(LAYOUT, groups=(*LAYOUT.groups, SHORT))
+
+
+def windowed_grant(skips: list[int], num_short: int) -> GrantedPages:
+    offer = Offer(*KEY, NUM_TOKENS, WINDOWED.layout_id)
+    tables = [blocks(INTO[0]), blocks(INTO[1][:num_short])]
+    return GrantedPages(offer, Grant(*KEY, tables, 0, skips), WINDOWED, [64, 64])
+
+
+def test_of_a_window_only_its_pages_are_granted_and_filled() -> None:
+    size = LAYOUT.block_size
+    assert WINDOWED.skips(0, NUM_TOKENS) == [0, 2 * size]
+    granted = windowed_grant(WINDOWED.skips(0, NUM_TOKENS), 2)
+    facts = {"layout_id": WINDOWED.layout_id, "checksum": 0, "pages": blocks([1, 2])}
+
+    def pull(index: int, group: int, first: int, num_tokens: int) -> PullReady:
+        nbytes = WINDOWED.groups[group].num_blocks(num_tokens) * WINDOWED.groups[group].block_nbytes
+        place = {"index": index, "group": group, "first_token": first, "num_tokens": num_tokens, "nbytes": nbytes}
+        return PullReady(*KEY, **facts, **place)  # type: ignore[arg-type]
+
+    early = pull(0, 1, 0, 2 * size).header
+    assert granted.check(early) == f"first_token is 0; the grant starts at {2 * size}, blocks are {size}"
+    parts = [pull(0, 0, 0, NUM_TOKENS), pull(1, 1, 2 * size, NUM_TOKENS - 2 * size)]
+    assert granted.pages(parts[1].header) == blocks(INTO[1][:2])
+    for index, part in enumerate(parts):
+        assert granted.check(part.header) is None and not granted.is_whole(fin("r", 2))
+        granted.chunk_received(part.header)
+        assert granted.check(part.header) == f"chunk {index} has arrived already"
+    assert granted.is_whole(fin("r", 2))
+
+
+@pytest.mark.parametrize(("skips", "num_short"), [([0], 4), ([0, 3], 4), ([0, 8], 4), ([0, 16], 0), ([-4, 8], 2)])
+def test_skips_that_do_not_fit_the_groups_are_refused(skips: list[int], num_short: int) -> None:
+    with pytest.raises(ValueError, match=r"group_skips are|pages granted"):
+        windowed_grant(skips, num_short)

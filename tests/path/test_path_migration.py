@@ -72,8 +72,11 @@ class Movers:
             worker.front.inbox.append(Work([message], time.monotonic()))
 
     def begin(self, name: str, source: Worker, sampling: SamplingParams | None = None) -> Job:
+        return self.begin_with(name, PROMPTS[name], source, sampling or SAMPLINGS[name])
+
+    def begin_with(self, name: str, prompt: list[int], source: Worker, sampling: SamplingParams) -> Job:
         route = Route(RequestId(name), Epoch(1), source.ref, source.ref)
-        job = Job(route, GATEWAY, PROMPTS[name], sampling or SAMPLINGS[name], DEADLINE_S)
+        job = Job(route, GATEWAY, prompt, sampling, DEADLINE_S)
         self.post(job, source)
         return job
 

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import pytest
@@ -46,10 +47,16 @@ class Pool:
     """Workers that take their turns one after the other; those in `silent` take none."""
 
     def __init__(
-        self, model: str, transfer: str, *roles: WorkerRole, device_dtype: str = "", beside: Sequence[KVGroup] = ()
+        self,
+        model: str,
+        transfer: str,
+        *roles: WorkerRole,
+        device_dtype: str = "",
+        beside: Sequence[KVGroup] = (),
+        **changes: Any,
     ) -> None:
         facts = model, transfer, "secret", device_dtype, beside
-        self.workers = {role: Worker(role, *facts, worker_id=role.value) for role in roles}
+        self.workers = {role: Worker(role, *facts, worker_id=role.value, **changes) for role in roles}
         self.silent: set[WorkerRole] = set()
         self.tokens_per_s = SLOW
         self.prefixes = {role: self._prefixes(worker) for role, worker in self.workers.items()}

@@ -112,6 +112,15 @@ def test_a_grant_that_skips_what_can_not_be_skipped_fails_the_request(skip_token
     assert [name for name, _ in side.node.calls] == ["offer", "abort"]
 
 
+@pytest.mark.parametrize("group_skips", [[4], [0, 0], [8]])
+def test_a_grant_of_other_pages_than_are_kept_fails_the_request(group_skips):
+    side = Side(8)
+    side.hear(Grant(R, E, [[BlockId(900), BlockId(901)]], 0, group_skips))
+    side.compute(cut(8, set(), side.live.key)[0], is_last=True)
+    (event,) = [event for event in side.ledger.take()[0]["g"] if isinstance(event, Failed)]
+    assert event.code == "corrupt" and event.message.endswith("they move from [0] on")
+
+
 def test_pages_are_kept_until_the_commit():
     side = Side(8)
     side.grant(0, 8)

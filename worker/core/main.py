@@ -132,6 +132,7 @@ def engine_settings(settings: WorkerSettings) -> EngineSettings:
         speculate=settings.speculate,
         draft_tokens=settings.draft_tokens,
         synthetic_acceptance=settings.synthetic_acceptance,
+        keeps_whole_blocks=settings.has_tiers,
         num_threads=settings.num_threads or None,
         spare_nbytes=device_staging_nbytes(settings.transfer) if on_gpu else 0,
     )

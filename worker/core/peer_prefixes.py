@@ -43,7 +43,7 @@ class PeerPrefixes:
     ) -> None:
         self._me, self._engine, self._node, self._attempts, self._roles = me, engine, node, attempts, roles
         self._clock, self._meet_s = clock, 0.0
-        pace = HOST_PACE if isinstance(engine.transfer_pool, np.ndarray) else DEVICE_PACE
+        pace = HOST_PACE if isinstance(engine.transfer_pool, np.ndarray | list) else DEVICE_PACE
         self._puller = PrefixPuller(engine, node, tokens_per_s, pace)
         self._server = PrefixServer(engine, node)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from contracts.errors import Corrupt, OutOfBlocks, RequestError
-from contracts.handoff import Abort, ChunkHeader, Commit, Grant, Offer, PrefixRequest, Refuse
+from contracts.handoff import Abort, ChunkHeader, Commit, Offer, PrefixRequest, Refuse
 from contracts.ids import Epoch, RequestId, WorkerId
 from contracts.request import WorkerRef
 from contracts.sampling import SamplingParams
@@ -23,6 +23,7 @@ from engine.messages import EngineRequest, Reservation
 from kv_transfer.events import ChunkBad, ChunkLanded, Drained, MessageReceived, PeerDisconnected, TransferEvent
 from kv_transfer.node import TransferNode
 from worker.core.chunk_order import ChunkOrder
+from worker.core.granting import granted
 from worker.core.role_handler import Attempt, AttemptId, attempt_key
 
 log = logging.getLogger(__name__)
@@ -245,16 +246,14 @@ class PrefixPuller:
             self._refuse(pull, str(error), now)
             return
         pull.is_timed = pull.ready_end <= reservation.skip_tokens
-        num_groups = len(self._node.groups_with(pull.peer.worker_id, sends=False))
-        pull.reservation, pull.chunks = reservation, ChunkOrder(num_groups, reservation.skip_tokens)
+        groups = self._node.groups_with(pull.peer.worker_id, sends=False)
+        grant = granted(pull.id, self._engine, reservation, groups, reservation.skip_tokens, offer.num_tokens)
+        pull.reservation, pull.chunks = reservation, ChunkOrder(grant.group_skips)
         if reservation.skip_tokens < pull.first_token:  # evicted meanwhile: the peer was not asked for these
             self._engine.release(pull.key)
             self._engine.incoming_writer_ended(pull.key)
             self._refuse(pull, "the blocks before those that were asked for are gone", now)
             return
-        skip_tokens = reservation.skip_tokens
-        tables = [reservation.blocks[skip_tokens // size :]] * num_groups
-        grant = Grant(request_id=pull.id[0], epoch=pull.id[1], pages=tables, skip_tokens=skip_tokens)
         self._node.grant(pull.peer.worker_id, grant)
 
     def _refuse(self, pull: Pull, reason: str, now: float) -> None:

@@ -45,7 +45,8 @@ class _PrefixReader:
     """A worker that reads `blocks`, those of the tokens from `first_token` on.
 
     The first `num_held` were in the cache. The first `num_ready` have their KV, or a device computes it; tiers fill the
-    others while it `is_loading`. `next`: the first block that no part has yet; None before Grant.
+    others while it `is_loading`. `num_offered`: tokens, at first. `next`: the first block that no part has yet; None
+    before Grant. `skips`: of each group that moves, the first token whose pages are sent.
     """
 
     peer: WorkerRef
@@ -55,7 +56,9 @@ class _PrefixReader:
     num_ready: int
     deadline_s: float
     is_loading: bool = False
+    num_offered: int = 0
     next: int | None = None
+    skips: list[int] = field(default_factory=list[int])
     num_chunks: int = 0
     parts: deque[_Part] = field(default_factory=deque)
 
@@ -124,7 +127,7 @@ class PrefixServer:
             self._refuse(peer_id, id_, reason)
             return
         digests = _digests(request)
-        blocks = self._exports.hold(attempt_key(*id_), digests)
+        blocks = self._exports.hold(attempt_key(*id_), digests, request.first_token)
         count, deadline_s = len(blocks), now + READER_TIMEOUT_S
         reader = _PrefixReader(request.reader, request.first_token, blocks, count, count, deadline_s)
         self._begin_to_load(id_, reader, digests[len(blocks) :])
@@ -169,7 +172,9 @@ class PrefixServer:
             self._end(id_)
             self._refuse(reader.peer.worker_id, id_, "none of these blocks is here")
             return
-        self._node.offer(reader.peer, self._offer_of(id_, reader))
+        offer = self._offer_of(id_, reader)
+        reader.num_offered = offer.num_tokens
+        self._node.offer(reader.peer, offer)
 
     def _offer_of(self, id_: AttemptId, reader: _PrefixReader) -> Offer:
         request_id, epoch = id_
@@ -204,6 +209,11 @@ class PrefixServer:
         if not 0 <= num_have < len(reader.blocks) or grant.skip_tokens % size:
             self._abort(id_, "corrupt", f"skip_tokens is {grant.skip_tokens}; {reader.first_token} was asked for")
             return
+        skips = self._engine.layout.skips(grant.skip_tokens, reader.num_offered)
+        reader.skips = [skips[group] for group in self._node.groups_with(reader.peer.worker_id, sends=True)]
+        if grant.skips() != reader.skips:
+            self._abort(id_, "corrupt", f"group_skips are {grant.skips()}; {reader.skips} are expected")
+            return
         reader.next = num_have
         self.advance()
 
@@ -220,11 +230,16 @@ class PrefixServer:
         groups = self._node.groups_with(reader.peer.worker_id, sends=True)
         for first in range(part.first, part.last, CHUNK_BLOCKS):
             blocks = reader.blocks[first : min(first + CHUNK_BLOCKS, part.last)]
-            place = reader.first_token + first * size, len(blocks) * size
+            first_token = reader.first_token + first * size
             those = None if sums is None else sums[first - part.first : first - part.first + len(blocks)]
-            for group in groups:
-                index = reader.num_chunks
-                self._node.send_chunk(reader.peer.worker_id, *id_, index, *place, blocks, those, group=group)
+            for group, skip in zip(groups, reader.skips, strict=True):
+                skipped = max(0, skip - first_token) // size
+                if skipped >= len(blocks):
+                    continue
+                pages = self._engine.groups.pages(group, blocks[skipped:])
+                place = reader.num_chunks, first_token + skipped * size, len(pages) * size
+                own = None if those is None else those[skipped:]
+                self._node.send_chunk(reader.peer.worker_id, *id_, *place, pages, own, group=group)
                 reader.num_chunks += 1
             self.num_blocks_sent += len(blocks)
 

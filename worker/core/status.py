@@ -139,6 +139,7 @@ class StatusReporter:
             "requests_as_prefill": sum(route.prefill.worker_id == self._me for route in routes),
             "requests_as_decode": sum(route.decode.worker_id == self._me for route in routes),
             "capacity_tokens": self._engine.capacity_tokens,
+            **self._engine.groups.usage(),
             "longest_collection_seconds": COLLECTIONS.longest_s,
         }
 

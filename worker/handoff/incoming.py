@@ -9,7 +9,7 @@ from collections import OrderedDict
 from typing import Protocol
 
 from contracts.errors import Corrupt, OutOfBlocks, PeerLost, TandemError
-from contracts.handoff import Abort, ChunkHeader, Commit, Fin, Grant, Offer, Refuse, Wait
+from contracts.handoff import Abort, ChunkHeader, Commit, Fin, Offer, Refuse, Wait
 from contracts.ids import RequestId, WorkerId
 from contracts.request import WorkerRef
 from engine.engine import Engine
@@ -17,6 +17,7 @@ from kv_transfer.events import ChunkBad, ChunkLanded, Drained, MessageReceived, 
 from kv_transfer.node import TransferNode
 from worker.core.attempt_table import AttemptTable
 from worker.core.chunk_order import ChunkOrder
+from worker.core.granting import granted
 from worker.core.role_handler import Attempt, AttemptId
 from worker.handoff.incoming_handoff import IncomingHandoff
 
@@ -195,10 +196,9 @@ class IncomingHandoffs:
         """Grant the pages behind the first `num_here` tokens, whose KV is here."""
         assert handoff.reservation is not None
         groups = self._node.groups_with(handoff.peer.worker_id, sends=False)
-        handoff.chunks = ChunkOrder(len(groups), num_here)
-        pages = [handoff.reservation.blocks[num_here // self._engine.layout.block_size :]] * len(groups)
-        request_id, epoch = handoff.id
-        self._node.grant(handoff.peer.worker_id, Grant(request_id, epoch, pages, num_here))
+        grant = granted(handoff.id, self._engine, handoff.reservation, groups, num_here, handoff.num_tokens)
+        handoff.chunks = ChunkOrder(grant.group_skips)
+        self._node.grant(handoff.peer.worker_id, grant)
         self._owner.on_granted(handoff)
 
     def _send_waits(self, reason: str) -> None:

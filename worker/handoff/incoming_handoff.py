@@ -79,6 +79,4 @@ class IncomingHandoff:
         """Return why the chunks that Fin claims can never be those that arrive, or None."""
         if self.fin is None:
             return None
-        return self.chunks.contradiction(
-            self.fin.num_chunks, -(-(self.num_tokens - self.chunks.next_token) // block_size)
-        )
+        return self.chunks.contradiction(self.fin.num_chunks, self.num_tokens, block_size)

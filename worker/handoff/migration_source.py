@@ -9,7 +9,7 @@ import logging
 from dataclasses import dataclass
 
 from contracts import codec
-from contracts.errors import TandemError, TransferError, Unavailable
+from contracts.errors import OutOfBlocks, TandemError, TransferError, Unavailable
 from contracts.events import Token
 from contracts.handoff import MAX_MOVED_NBYTES, MAX_MOVED_TOKENS
 from contracts.ids import RequestId, WorkerId
@@ -63,7 +63,7 @@ class MigrationSource:
 
     def __init__(self, me: WorkerId, engine: Engine, node: TransferNode, attempts: AttemptTable) -> None:
         self._me, self._engine, self._attempts = me, engine, attempts
-        self._handoffs = OutgoingHandoffs(self, node, engine.layout, attempts)
+        self._handoffs = OutgoingHandoffs(self, node, engine.layout, engine.groups, attempts)
         self._migrations: dict[AttemptId, Migration] = {}
         self._readers: dict[AttemptId, RequestId] = {}  # whose pages a peer may read
         self._counters: dict[str, float] = dict.fromkeys(
@@ -79,6 +79,10 @@ class MigrationSource:
         if source is None or source.key in self._readers.values():
             raise Unavailable("the answer's former migration has not ended yet")
         tokens, most_tokens = self._tokens(attempt.job, source), self._most_tokens(attempt.job)
+        try:
+            self._engine.exports.begin(source.key, len(attempt.job.token_ids), most_tokens)
+        except OutOfBlocks as error:
+            raise Unavailable(f"the answer can't be moved now: {error}") from error
         handoff = self._handoffs.begin(attempt, attempt.job.route.decode, most_tokens, is_bound=True)
         self._migrations[attempt.id] = Migration(attempt, source, handoff, tokens, most_tokens, now)
         self._readers[attempt.id] = source.key
@@ -204,7 +208,7 @@ class MigrationSource:
         if sequence is None:  # it has failed in the step whose output is being read
             self._leave(migration, "failed", "the answer has failed")
             return
-        if sequence.status in (Status.WAITING, Status.LOADING):
+        if sequence.status in (Status.WAITING, Status.LOADING) or not exports.is_kept(migration.key):
             self._give_up(migration, "the answer was preempted")
             return
         if len(sequence.tokens) > migration.most_tokens:

@@ -10,8 +10,10 @@ from typing import Protocol
 from contracts.errors import Corrupt, PeerLost, TandemError, Unavailable
 from contracts.events import Token
 from contracts.handoff import Abort, Commit, Fin, Grant, Offer, Refuse, Wait
+from contracts.ids import BlockId
 from contracts.layout import KVLayout
 from contracts.request import WorkerRef
+from engine.cache.kv_groups import KVGroups
 from engine.messages import ChunkDone, ChunkScheduled
 from kv_transfer.events import Drained, MessageReceived, PeerDisconnected, TransferEvent
 from kv_transfer.node import TransferNode
@@ -33,13 +35,15 @@ class OutgoingHandoff:
         num_tokens: int,
         node: TransferNode,
         layout: KVLayout,
+        page_tables: KVGroups,
         is_bound: bool = False,
     ) -> None:
         self.attempt = attempt
         self.peer = peer
         self._num_tokens, self._is_bound = num_tokens, is_bound
         self._node = node
-        self._layout = layout
+        self._layout, self._page_tables = layout, page_tables
+        self._first_needed = layout.skips(0, len(attempt.job.token_ids))
         self._grant: Grant | None = None
         self._groups: Sequence[int] = ()
         self._chunks: list[ChunkDone] = []
@@ -86,10 +90,12 @@ class OutgoingHandoff:
     def on_chunk_scheduled(self, chunk: ChunkScheduled) -> None:
         """Announce a chunk that is about to be computed, if the peer was asked for pages."""
         if self.is_offered:
-            place = (chunk.first_token, chunk.num_tokens)
             for group in self._node.groups_with(self.peer.worker_id, sends=True):
                 early = 0 if group else chunk.early_planes  # those of other groups are computed after the model's
-                self._node.chunk_scheduled(self.peer.worker_id, *self.id, *place, chunk.blocks, early, group)
+                first, pages = self._from(chunk, group, self._first_needed[group])
+                if pages:
+                    place = first, chunk.first_token + chunk.num_tokens - first
+                    self._node.chunk_scheduled(self.peer.worker_id, *self.id, *place, pages, early, group)
 
     def on_chunk(self, chunk: ChunkDone, now: float) -> None:
         self._chunks.append(chunk)
@@ -118,6 +124,9 @@ class OutgoingHandoff:
         if not is_inside or grant.skip_tokens % self._layout.block_size:
             raise Corrupt(f"decode granted pages from token {grant.skip_tokens} on")
         self._grant, self._groups = grant, self._node.groups_with(self.peer.worker_id, sends=True)
+        expected = [max(grant.skip_tokens, self._first_needed[group]) for group in self._groups]
+        if grant.skips() != expected:
+            raise Corrupt(f"decode granted pages from tokens {grant.skips()} on; they move from {expected} on")
         self._send_ready(now)
 
     def check_commit(self, commit: Commit) -> None:
@@ -135,26 +144,31 @@ class OutgoingHandoff:
         if self._grant is None or self.is_sent:
             return
         for chunk in self._chunks:
-            self._send_chunk(chunk, self._grant.skip_tokens)
+            self._send_chunk(chunk, self._grant)
         self._chunks.clear()
         if self._token is not None:
             self._send_fin(self._token, now)
 
-    def _send_chunk(self, chunk: ChunkDone, skip_tokens: int) -> None:
-        """Send the part of a chunk that the peer does not hold, of each group of layers that it takes.
-
-        `skip_tokens` and chunk starts are multiples of the block size.
-        """
+    def _send_chunk(self, chunk: ChunkDone, grant: Grant) -> None:
+        """Send the part of a chunk that the peer has pages for, of each group of layers that it takes."""
         end = chunk.first_token + chunk.num_tokens
-        first = max(chunk.first_token, skip_tokens)
-        if first >= end:
-            return
-        skipped = (first - chunk.first_token) // self._layout.block_size
-        pages, sums = chunk.blocks[skipped:], chunk.checksums.wait()[skipped:] if chunk.checksums else None
-        for group in self._groups:
+        for group, skip in zip(self._groups, grant.skips(), strict=True):
+            first, pages = self._from(chunk, group, skip)
+            if not pages:
+                continue
+            sums = chunk.checksums.wait()[-len(pages) :] if chunk.checksums else None
             place = (self._num_sent, first, end - first)
             self._node.send_chunk(self.peer.worker_id, *self.id, *place, pages, sums, group=group, loss=chunk.loss)
             self._num_sent += 1
+
+    def _from(self, chunk: ChunkDone | ChunkScheduled, group: int, skip_tokens: int) -> tuple[int, list[BlockId]]:
+        """Return the first token of a chunk that is not skipped, and one group's pages from there on.
+
+        `skip_tokens` and chunk starts are multiples of the block size.
+        """
+        first = max(chunk.first_token, skip_tokens)
+        blocks = chunk.blocks[(first - chunk.first_token) // self._layout.block_size :]
+        return first, self._page_tables.pages(group, blocks) if blocks else []
 
     def _send_fin(self, token: Token, now: float) -> None:
         request_id, epoch = self.id
@@ -192,10 +206,17 @@ class OutgoingOwner(Protocol):
 class OutgoingHandoffs:
     """The handoffs that one role sends, each until its Commit or the end of its last reader."""
 
-    def __init__(self, owner: OutgoingOwner, node: TransferNode, layout: KVLayout, attempts: AttemptTable) -> None:
+    def __init__(
+        self,
+        owner: OutgoingOwner,
+        node: TransferNode,
+        layout: KVLayout,
+        page_tables: KVGroups,
+        attempts: AttemptTable,
+    ) -> None:
         self._owner = owner
         self._node = node
-        self._layout = layout
+        self._layout, self._page_tables = layout, page_tables
         self._attempts = attempts
         self._open: dict[AttemptId, OutgoingHandoff] = {}
         self._draining: dict[AttemptId, OutgoingHandoff] = {}
@@ -205,7 +226,7 @@ class OutgoingHandoffs:
 
         `is_bound`: of so many at most.
         """
-        handoff = OutgoingHandoff(attempt, peer, num_tokens, self._node, self._layout, is_bound)
+        handoff = OutgoingHandoff(attempt, peer, num_tokens, self._node, self._layout, self._page_tables, is_bound)
         self._open[attempt.id] = handoff
         return handoff
 

@@ -21,7 +21,7 @@ def draft_layout(target: KVLayout, config: Eagle3Config, weights: str) -> KVLayo
     It has two groups: KV, and of each block a row with the feature of its newest token and what of it the head has
     read. `weights` is the fingerprint of the head.
     """
-    dtype = target.model_part.only_group.dtype
+    dtype = target.groups[0].dtype
     kv = KVGroup(
         kind="draft",
         layers=tuple(range(config.num_layers)),

@@ -4,7 +4,7 @@ import logging
 
 from checkpoint import Checkpoint, Progress
 from engine.backend import Backend, Drafting
-from engine.cache.sizing import blocks_in, cache_nbytes, kv_layout, log_capacity, model_len
+from engine.cache.sizing import CacheSize, blocks_in, cache_nbytes, kv_layout, log_capacity, model_len
 from engine.cpu.draft_model.loader import open_draft_model
 from engine.cpu.eagle3.drafter import Eagle3Drafter
 from engine.cpu.eagle3.loader import open_head
@@ -40,6 +40,7 @@ def load_native_backend(
     draft = open_draft_model(settings, checkpoint, layout, kv_dtype)
     draft_nbytes = sum(each.block_nbytes for each in (head, draft) if each is not None)
     num_blocks = blocks_in(cache_nbytes(settings, layout, available_nbytes()), layout, draft_nbytes)
+    size = CacheSize(num_blocks, (), num_blocks * (layout.block_nbytes + draft_nbytes))
     max_model_len = model_len(checkpoint, settings, num_blocks * layout.block_size)
     cache = KVCache(layout, num_blocks)
     model = load_shared_model(settings, checkpoint, source, kernels, cache, max_model_len, progress)
@@ -57,7 +58,7 @@ def load_native_backend(
         drafting, pages = draft.drafting(runner, num_blocks, settings, progress)
         whole = JointCache(cache, pages)
     _log.info("%s ready: %s, context of %d tokens", checkpoint.name, NATIVE, max_model_len)
-    log_capacity(layout, num_blocks, draft_nbytes)
+    log_capacity(layout, size)
     # One kernel for all rows: what an answer writes is what a prompt would.
     sampler = Sampler(checkpoint.eos_token_ids)
     return Backend(whole, runner, sampler, NATIVE, max_model_len, caches_decoded_kv=True, drafting=drafting)

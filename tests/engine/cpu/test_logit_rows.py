@@ -82,6 +82,8 @@ def computed_before(engine):
     pieces = mixed_batch(engine.layout.block_size)
     for piece in pieces:
         prompt, length = piece.sequence.num_prompt, piece.first_token
+        blocks, lease = piece.sequence.blocks, engine.groups.nothing()
+        engine.groups.cover(lease, blocks, 0, 0, len(piece.sequence.tokens))  # a page each where windows have few
         for low, high in ((0, min(length, prompt)), (prompt, length)):
             if high > low:
                 engine.runner.forward_without_sampling([ScheduledChunk(piece.sequence, low, high - low)])
@@ -133,10 +135,10 @@ def test_rows_that_nobody_wants_go_no_further_than_the_last_k_and_v(folder, monk
     pieces = computed_before(engine)
     monkeypatch.setattr("engine.cpu.decoder.attend", lambda q, *rest: noted.append(len(q)) or attend(q, *rest))
     engine.runner.forward_without_sampling(pieces)
-    assert noted == [sum(count for *_, count, _ in SHAPES)] * (engine.layout.only_group.num_layers - 1) + [sum(WANTED)]
+    assert noted == [sum(count for *_, count, _ in SHAPES)] * (engine.checkpoint.config.num_layers - 1) + [sum(WANTED)]
     noted.clear()
     assert engine.runner.forward_without_sampling([pieces[4]]).logits.shape == (0, VOCAB)
-    assert noted == [64] * (engine.layout.only_group.num_layers - 1) + [0]
+    assert noted == [64] * (engine.checkpoint.config.num_layers - 1) + [0]
 
 
 def test_rows_that_nobody_wants_go_no_further_than_the_last_k_and_v_on_a_device(folder, monkeypatch):
@@ -157,8 +159,8 @@ def test_rows_that_nobody_wants_go_no_further_than_the_last_k_and_v_on_a_device(
     pieces = computed_before(engine)[3:]  # no decodes, which go by themselves
     noted.clear()
     engine.runner.forward_without_sampling(pieces)
-    whole = [("attn_prefill", sum(count for *_, count, _ in SHAPES[3:]))] * (engine.layout.only_group.num_layers - 1)
+    whole = [("attn_prefill", sum(count for *_, count, _ in SHAPES[3:]))] * (engine.checkpoint.config.num_layers - 1)
     assert noted == [*whole, ("attn_decode", 4), ("attn_prefill", 90 + 64)]
     noted.clear()
     assert engine.runner.forward_without_sampling([pieces[1]]).logits.shape == (0, VOCAB)
-    assert noted == [("attn_prefill", 64)] * (engine.layout.only_group.num_layers - 1)
+    assert noted == [("attn_prefill", 64)] * (engine.checkpoint.config.num_layers - 1)
