@@ -173,7 +173,7 @@ def test_windows_are_those_of_transformers(tmp_path, family, fields):
     model = save_tiny(tmp_path, family, **fields)
     prompts = random_prompts(VOCAB, [5, 40, 150, 300])
     expected = [oracle_greedy(model, prompt, 12) for prompt in prompts]
-    engine = load_engine(settings(model=str(tmp_path), max_batched_tokens=48, max_num_seqs=3))
+    engine = load_engine(settings(model=str(tmp_path), max_batched_tokens=48))
     assert answers(engine, prompts, greedy()) == expected
     assert answers(engine, prompts, greedy()) == expected
     assert engine.stats().prefix_hit_tokens > 0
