@@ -59,7 +59,8 @@ class GenerationRun:
         self._deltas: deque[OutputDelta] = deque()
         self._wake, self._has_room = asyncio.Event(), asyncio.Event()
         self._placing: asyncio.Task[None] | None = None
-        self._is_too_slow = self._is_placed = False
+        self._is_too_slow = self._is_placed = self._is_overdue = False
+        self._deadline_timer: asyncio.TimerHandle | None = None
         self._num_admitted = self._num_begun = 0
         self._open = len(self.answers)
         # The client may give the same id to two requests, and workers tell requests by theirs.
@@ -123,6 +124,8 @@ class GenerationRun:
     def close(self, error: TandemError | None = None, disconnected: bool = False) -> None:
         """Frees what still runs; counts and logs the request."""
         self.cancel("the client disconnected" if disconnected else "the request ended")
+        if self._deadline_timer is not None:
+            self._deadline_timer.cancel()
         self.admission.give_back(self._num_admitted)
         status = 499 if disconnected else error_of(error)[0] if error is not None else 200
         code = "disconnected" if disconnected else error.code if error is not None else "ok"
@@ -174,13 +177,18 @@ class GenerationRun:
 
     async def _wait(self) -> None:
         self._wake.clear()
-        left_s = self._deadline_s - time.monotonic()
-        try:
-            async with asyncio.timeout(max(left_s, 0.0)):
-                await self._wake.wait()
-        except TimeoutError as error:
+        if self._deadline_timer is None:  # one for all waits, of which there is one a token
+            left_s = self._deadline_s - time.monotonic()
+            self._deadline_timer = asyncio.get_running_loop().call_later(max(left_s, 0.0), self._on_deadline)
+        if not self._is_overdue:
+            await self._wake.wait()
+        if self._is_overdue and not self._deltas:
             self.cancel("the request's time is over", RequestState.FAILED)
-            raise DeadlineExceeded(f"no complete answer within {self.timeout_s:.0f} s") from error
+            raise DeadlineExceeded(f"no complete answer within {self.timeout_s:.0f} s")
+
+    def _on_deadline(self) -> None:
+        self._is_overdue = True
+        self._wake.set()
 
     def _count(self, status: int, code: str) -> None:
         usage, now = self.usage(), time.monotonic()
