@@ -115,6 +115,7 @@ def environment_of(sanitizer: Sanitizer, home: Path) -> dict[str, str]:
         "ASAN_OPTIONS": "detect_leaks=0",
         "UBSAN_OPTIONS": "print_stacktrace=1",
         "TSAN_OPTIONS": "halt_on_error=1",
+        "OPENBLAS_NUM_THREADS": "1",  # numpy's own threads, of which ThreadSanitizer does not see how they take turns
     }
     return {**os.environ, **options, "PYTHONMALLOC": "malloc", "HOME": str(home), "LD_PRELOAD": " ".join(runtimes)}
 
