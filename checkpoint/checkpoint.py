@@ -34,6 +34,17 @@ class Advice:
 
 
 @dataclass(frozen=True)
+class EmbeddingForm:
+    """How an embedding is made of the row of a text's last token.
+
+    `is_normalized`: it has length 1. `fault`: why none is made; empty for none.
+    """
+
+    fault: str = ""
+    is_normalized: bool = True
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """A model's files and what they state.
 
@@ -55,6 +66,7 @@ class Checkpoint:
     quantization: Quantization | None = None
     tool_template: str | None = None
     advice: Advice = Advice()
+    embedding: EmbeddingForm = EmbeddingForm()
 
     def tokenizer(self) -> Tokenizer:
         """Return a new tokenizer.

@@ -21,13 +21,15 @@ class FinishReason(StrEnum):
 class Token(msgspec.Struct, frozen=True, array_like=True):
     """Token `index` of an answer, where 0 is the first.
 
-    Log-probabilities are natural logarithms of the softmax without temperature.
+    Log-probabilities are natural logarithms of the softmax without temperature. `embedding` comes with token 0 where it
+    was asked for: the last layer's row behind the final norm, float32 little-endian.
     """
 
     index: int
     token_id: int
     logprob: float | None = None
     top_logprobs: list[tuple[int, float]] | None = None
+    embedding: bytes | None = None
 
 
 class PromptToken(msgspec.Struct, frozen=True, array_like=True):

@@ -20,7 +20,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     `logprob_token_ids` has any, the alternatives are the chosen token and those, whatever their number. `grammar` is
     llguidance's form of what the answer must look like; empty for anything. Nothing can follow where it ends, so
     `ignore_eos` can't be combined with it. `bad_words` are token sequences that the answer never completes. If
-    `allowed_token_ids` has any, only those are chosen. `speculate` allows speculative decoding, where a worker does it.
+    `allowed_token_ids` has any, only those are chosen.
+    `speculate` allows speculative decoding, where a worker does it. `returns_embedding`: with token 0 comes what the
+    model makes of the prompt's last token.
     """
 
     max_tokens: int
@@ -44,6 +46,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     bad_words: tuple[tuple[int, ...], ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
     speculate: bool = True
+    returns_embedding: bool = False
 
     @property
     def is_greedy(self) -> bool:

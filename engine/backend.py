@@ -51,13 +51,20 @@ class Computed:
 
     `logits` `[number of chunks that sample, vocab]` float32, of no meaning where `pending_tokens` is there. `scored`
     are of the prompts that asked for it, to be sent once the batch is computed. `pending_drafts`: where some are made
-    on the way.
+    on the way. `hidden` `[len(logits), hidden]` float32: the rows behind the final norm, if any of the sequences wants
+    its own.
     """
 
     logits: torch.Tensor
     scored: tuple[Scores, ...] = ()
     pending_tokens: PendingTokens | None = None
     pending_drafts: PendingDrafts | None = None
+    hidden: torch.Tensor | None = None
+
+
+def wants_hidden(chunks: SequenceOf[ScheduledChunk]) -> bool:
+    """Return whether a sequence whose next token the batch says wants its hidden row with it."""
+    return any(chunk.samples and chunk.sequence.sampling.returns_embedding for chunk in chunks)
 
 
 Written = Callable[[bool], None]
@@ -76,10 +83,11 @@ class Runner(Protocol):
     """The part of a device that computes batches.
 
     `early_planes`: so many of the cache's are filled a while before a batch ends; 0 if all come at once. `quick_rows`:
-    a batch of more takes the host several times as long to launch.
+    a batch of more takes the host several times as long to launch. `gives_hidden`: it can give Computed.hidden.
     """
 
     early_planes: int
+    gives_hidden: bool
 
     @property
     def max_graph_rows(self) -> int:

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 
+import msgspec
 import torch
 
 from contracts.errors import RequestError
@@ -80,6 +81,9 @@ class TokenDraws:
             self._runner.wait()
             return [], [], ()
         told, lost = self._draw(wanted, batch.computed.logits, batch.known_masks())
+        if (hidden := batch.computed.hidden) is not None:
+            row_of = {each.sequence: each.row for each in wanted}
+            told = [(each, _with_embedding(token, each, hidden[row_of[each]])) for each, token in told]
         if not told:  # nothing else waited for the device, which may be what failed: then this process ends
             self._runner.wait()
         return [sequence for sequence, _ in told], [token for _, token in told], lost
@@ -124,3 +128,10 @@ class TokenDraws:
     def _unguided(self, sequence: Sequence, message: str) -> EngineFailure:
         why = f"the grammar of this answer (a schema, a regex, choices or tools) can't be gone on with: {message}"
         return self._requests.fail(sequence, why, RequestError.code)
+
+
+def _with_embedding(token: Token, sequence: Sequence, hidden_H: torch.Tensor) -> Token:
+    """Return the token with the row that it was drawn from, if the sequence asks for it."""
+    if not sequence.sampling.returns_embedding:
+        return token
+    return msgspec.structs.replace(token, embedding=hidden_H.numpy().astype("<f4").tobytes())

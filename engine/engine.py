@@ -95,7 +95,9 @@ class Engine:
         self.grammars = grammars = Grammars(checkpoint, sampler.mask_memory())
         self.sequences = table = SequenceTable()
         stop_check = StopCheck(sampler, max_model_len)
-        self._intake = intake = Intake(table, scheduler, grammars, vocab_size, max_model_len, settings.max_num_waiting)
+        self._intake = intake = Intake(
+            table, scheduler, grammars, vocab_size, max_model_len, settings.max_num_waiting, self.runner.gives_hidden
+        )
         self.deferred = blocks = DeferredRelease(pool)
         self._reserved_loads = loads = ReservedLoads(table, pool)
         self._requests = requests = RequestRelease(

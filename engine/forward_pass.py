@@ -82,7 +82,8 @@ class ForwardPass:
         logits = [computed.logits for done, computed, _ in runs if done]
         scored = tuple(scored for _, computed, _ in runs for scored in computed.scored)
         failed = tuple(failure for _, _, failures in runs for failure in failures)
-        whole = Computed(torch.cat(logits or [torch.empty(0)]), scored)
+        hidden = _joined_hidden([computed for done, computed, _ in runs if done])
+        whole = Computed(torch.cat(logits or [torch.empty(0)]), scored, hidden=hidden)
         return [chunk for done, _, _ in runs for chunk in done], whole, failed
 
     def _run_alone(self, chunk: ScheduledChunk) -> Ran:
@@ -96,3 +97,11 @@ class ForwardPass:
     def _blocks_between(self, sequence: Sequence, first_token: int, end: int) -> list[BlockId]:
         layout = self._cache.layout
         return [BlockId(block) for block in sequence.blocks[first_token // layout.block_size : layout.num_blocks(end)]]
+
+
+def _joined_hidden(runs: SequenceOf[Computed]) -> torch.Tensor | None:
+    """Return the hidden rows of chunks that ran alone, zeros for those that did not want theirs."""
+    width = next((computed.hidden.shape[1] for computed in runs if computed.hidden is not None), None)
+    if width is None:
+        return None
+    return torch.cat([torch.zeros(len(each.logits), width) if each.hidden is None else each.hidden for each in runs])

@@ -23,9 +23,11 @@ class Intake:
         vocab_size: int,
         max_model_len: int,
         max_num_waiting: int,
+        gives_hidden: bool = False,
     ) -> None:
         self._table, self._scheduler, self._grammars = table, scheduler, grammars
         self._vocab_size, self._max_model_len, self._max_num_waiting = vocab_size, max_model_len, max_num_waiting
+        self._gives_hidden = gives_hidden
         self._compiling: dict[Sequence, Callable[[Sequence], None]] = {}
 
     @property
@@ -53,6 +55,8 @@ class Intake:
             raise RequestError(f"the request {request.request_id} is here already")
         if num_tokens - request.num_answered <= 0:
             raise RequestError("the prompt is empty", "prompt")
+        if request.sampling.returns_embedding and not self._gives_hidden:
+            raise RequestError("this worker gives no embeddings: workers on CPUs do")
         if num_tokens >= self._max_model_len:
             raise RequestError(
                 f"the prompt has {num_tokens} tokens; the longest that leaves room for an answer "

@@ -3,6 +3,7 @@
 import asyncio
 import hmac
 import itertools
+from array import array
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -28,6 +29,9 @@ from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.layout import KVLayout
 from contracts.node import Node, NodeInfo, NodeLoad, TransferCapabilities, WorkerRole
 from contracts.request import Cancel, Job
+
+EMBEDDING = (3.0, 0.0, -4.0)
+"""What every text has for an embedding, if one is asked for."""
 
 
 @dataclass
@@ -211,7 +215,8 @@ class FakeWorker:
         token_id = token_ids[index % len(token_ids)]
         count = job.sampling.logprobs
         top = [(token_id, -0.5)] * count if count is not None else None
-        token = Token(index, token_id, None if count is None else -0.5, top)
+        row = array("f", EMBEDDING).tobytes() if job.sampling.returns_embedding and index == 0 else None
+        token = Token(index, token_id, None if count is None else -0.5, top, row)
         return Tokens(job.request_id, job.epoch, [token])
 
     def _end(self, job: Job) -> Finished:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import models
-from checkpoint.huggingface.folder import read_json
+from checkpoint.huggingface.json_files import read_json
 from checkpoint.huggingface.rope import read_rope_scaling, rope_table
 from checkpoint.huggingface.safetensors_index import tensor_files
 from checkpoint.validation import is_whole, require_amount, require_count, require_head_dim

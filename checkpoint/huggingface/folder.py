@@ -1,6 +1,5 @@
 """The Checkpoint of a Hugging Face folder: config.json, safetensors, tokenizer.json."""
 
-import json
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
@@ -10,6 +9,8 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from checkpoint.checkpoint import Advice, Checkpoint, WeightFormat
+from checkpoint.huggingface.embedding_modules import embedding_form
+from checkpoint.huggingface.json_files import read_json
 from checkpoint.huggingface.model_config import model_config, text_part
 from checkpoint.huggingface.safetensors_index import tensor_files
 from checkpoint.quantization import Quantization, Scheme, read_quantization, refuse_other_packings
@@ -64,6 +65,7 @@ def open_folder(path: Path, name: str | None = None) -> Checkpoint:
         quantization=_quantization(model, config, path),
         tool_template=templates.get("tool_use"),
         advice=advice_of(generation, str(path / "generation_config.json")),
+        embedding=embedding_form(path),
     )
 
 
@@ -81,24 +83,6 @@ def _quantization(model: ModelConfig, config: dict[str, Any], path: Path) -> Qua
             "supported: use the plain weights"
         )
     return found
-
-
-def read_json(path: Path, required: bool = True, missing: str = "is not a model folder") -> dict[str, Any]:
-    """Return the table in a file, empty where it may be missing.
-
-    `missing`: what its folder is said to be where it may not. Raises ConfigError.
-    """
-    if not path.exists() and not required:
-        return {}
-    try:
-        table = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ConfigError(f"{path.parent} {missing}: {path.name} is missing") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
-    if not isinstance(table, dict):
-        raise ConfigError(f"cannot read {path}: it holds no table")
-    return table
 
 
 def _load_tokenizer(path: Path, config: dict[str, Any]) -> Tokenizer:

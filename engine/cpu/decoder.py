@@ -51,10 +51,16 @@ class CpuLayerWeights:
 
 @dataclass(frozen=True)
 class DecoderWeights:
+    """The weights of a whole model.
+
+    `final_gain` is the final norm's, times what logits are multiplied by; `state_gain` is the norm's alone.
+    """
+
     embedding: torch.Tensor
     layers: tuple[CpuLayerWeights, ...]
     final_gain: torch.Tensor | None
     head: Linear
+    state_gain: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -62,12 +68,13 @@ class Logits:
     """`sampled` `[len(sample_rows), vocab]` float32.
 
     `scored` computes the parts of `score_rows` as it is read. `aux`: `[M, hidden]` float32 of each of the aux layers,
-    what goes into it.
+    what goes into it. `hidden` `[len(sample_rows), hidden]` float32: the rows behind the final norm, if wanted.
     """
 
     sampled: torch.Tensor
     scored: Iterator[torch.Tensor]
     aux: tuple[torch.Tensor, ...] = ()
+    hidden: torch.Tensor | None = None
 
 
 class Decoder:
@@ -101,7 +108,7 @@ class Decoder:
         self._attention_temperatures_T = attention_temperatures(config, max_model_len)
 
     @torch.inference_mode()
-    def forward(self, inputs: Inputs, cache: AnyKVCache) -> Logits:
+    def forward(self, inputs: Inputs, cache: AnyKVCache, wants_hidden: bool = False) -> Logits:
         """Writes K and V of all rows."""
         x = self._weights.embedding[inputs.token_ids_M]
         if self._embedding_scale != 1:
@@ -124,18 +131,24 @@ class Decoder:
             x, q = x.index_select(0, inputs.logit_rows.rows), q.index_select(0, inputs.logit_rows.rows)
             attention = inputs.logit_rows.attention
         mixed = self._attend(last, q, cache, len(layers), attention)
+        ends = self._ends(x, mixed, inputs.sample_rows, inputs.num_answer_samples)
         return Logits(
-            self._end(x, mixed, inputs.sample_rows, inputs.num_answer_samples),
-            (self._end(x, mixed, rows, 0) for rows in inputs.score_rows),
+            self._logits(ends),
+            (self._logits(self._ends(x, mixed, rows, 0)) for rows in inputs.score_rows),
             tuple(aux[index] for index in self._aux_layers),
+            self._hidden_norm(ends, self._weights.state_gain).float() if wants_hidden else None,
         )
 
     @torch.inference_mode()
-    def _end(self, x: torch.Tensor, mixed: torch.Tensor, rows: torch.Tensor, num_answer_rows: int) -> torch.Tensor:
-        """What comes after the last attention, for some of its rows: logits `[len(rows), vocab]` float32."""
+    def _ends(self, x: torch.Tensor, mixed: torch.Tensor, rows: torch.Tensor, num_answer_rows: int) -> torch.Tensor:
+        """What comes after the last attention, for some of its rows: `[len(rows), hidden]`."""
         last = self._weights.layers[-1]
-        x = self._mlp(last, x.index_select(0, rows), mixed.index_select(0, rows), num_answer_rows)
-        return self._weights.head(self._hidden_norm(x, self._weights.final_gain)).float()
+        return self._mlp(last, x.index_select(0, rows), mixed.index_select(0, rows), num_answer_rows)
+
+    @torch.inference_mode()
+    def _logits(self, ends: torch.Tensor) -> torch.Tensor:
+        """`[len(ends), vocab]` float32."""
+        return self._weights.head(self._hidden_norm(ends, self._weights.final_gain)).float()
 
     def _queries(
         self,

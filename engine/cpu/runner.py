@@ -5,7 +5,7 @@ from collections.abc import Sequence as SequenceOf
 
 import torch
 
-from engine.backend import AuxReader, Computed, Written, ignore_progress
+from engine.backend import AuxReader, Computed, Written, ignore_progress, wants_hidden
 from engine.cpu.batch_inputs import prepare
 from engine.cpu.decoder import Decoder
 from engine.cpu.grouped_cache import AnyKVCache
@@ -19,6 +19,7 @@ class CpuRunner:
     """The decoder over its cache. `reader`: what takes in the rows of aux layers, if anything does."""
 
     early_planes = max_graph_rows = 0
+    gives_hidden = True
     max_draft_rows = sys.maxsize
     graph_rows: tuple[int, ...] = ()
 
@@ -28,10 +29,11 @@ class CpuRunner:
     @torch.inference_mode()
     def forward(self, pieces: SequenceOf[ScheduledChunk], written: Written = ignore_progress) -> Computed:
         found = spans(pieces)
-        logits = self._model.forward(prepare(pieces, found, self._model.heads, self._cache), self._cache)
+        inputs = prepare(pieces, found, self._model.heads, self._cache)
+        logits = self._model.forward(inputs, self._cache, wants_hidden(pieces))
         if self._reader is not None:
             self._reader.read(pieces, torch.cat(logits.aux, 1))
-        return Computed(logits.sampled, score(found, logits.scored))
+        return Computed(logits.sampled, score(found, logits.scored), hidden=logits.hidden)
 
     def forward_without_sampling(self, pieces: SequenceOf[ScheduledChunk]) -> Computed:
         return self.forward(pieces)

@@ -21,13 +21,14 @@ def load_weights(
 ) -> DecoderWeights:
     """Raises ConfigError for a tensor that is missing or has another shape than the configuration says."""
     loader = _CpuWeightLoader(config, source, number_format)
-    embedding, final_gain, head = loader.ends()  # first: a vocabulary of another size is told before much is loaded
+    # First: a vocabulary of another size is told before much is loaded.
+    embedding, final_gain, head, state_gain = loader.ends()
     layers = []
     for index in range(config.num_layers):
         progress("load", index, config.num_layers)
         layers.append(loader.layer(index))
     progress("load", config.num_layers, config.num_layers)
-    return DecoderWeights(embedding, tuple(layers), final_gain, head)
+    return DecoderWeights(embedding, tuple(layers), final_gain, head, state_gain)
 
 
 class _CpuWeightLoader:
@@ -83,12 +84,13 @@ class _CpuWeightLoader:
         kind = _MLPS[self._config.activation] if expert.gate_up_bias is None else ClampedMlp
         return kind(gate_up, self._added(widened(expert.down), expert.down_bias))
 
-    def ends(self) -> tuple[torch.Tensor, torch.Tensor | None, Linear]:
-        """The embedding table, the final norm's gain unless folded, and the output head."""
+    def ends(self) -> tuple[torch.Tensor, torch.Tensor | None, Linear, torch.Tensor]:
+        """The embedding table, the final norm's gain unless folded, the output head, and its gain."""
         embedding = self._tensors.embedding()
         head = embedding if self._config.tied_embeddings else self._tensors.fused("", "head")
-        gain = self._gain("model.norm") * self._config.multipliers.logits
-        return embedding, self._unfolded(gain), self._format.head(self._fold(head, gain), None)
+        own = self._gain("model.norm")
+        gain = own * self._config.multipliers.logits
+        return embedding, self._unfolded(gain), self._format.head(self._fold(head, gain), None), own
 
     def _gain(self, name: str) -> torch.Tensor:
         return self._tensors.gain(name) * self._config.hidden_size**0.5

@@ -93,6 +93,7 @@ class DeviceRunner:
         layout, group = launcher.cache.layout, launcher.cache.layout.only_group
         self.launcher, self._sampler, self._tell, self._max_draft_rows = launcher, sampler, tell, max_draft_rows
         self._block_size, self._spare = layout.block_size, launcher.cache.num_blocks
+        self.gives_hidden = False
         self.early_planes = launcher.model.early_layers * len(group.planes)
         self._told_of: list[DrawnRow] = []
         self._pending_tokens: dict[RequestId, int] = {}

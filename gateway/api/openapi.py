@@ -140,6 +140,24 @@ class TextReply(msgspec.Struct):
     system_fingerprint: str
 
 
+class EmbeddingItem(msgspec.Struct):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(msgspec.Struct):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingsReply(msgspec.Struct):
+    object: Literal["list"]
+    data: list[EmbeddingItem]
+    model: str
+    usage: EmbeddingUsage
+
+
 class OutputText(msgspec.Struct):
     type: Literal["output_text"]
     text: str

@@ -41,7 +41,7 @@ class OutputDelta:
     `finish` on the last piece of a complete one, `failed` on the last of a broken one.
 
     `marks`: where markers are in the text that were tokens of their own, in order. `stop_reason`: what the client named
-    and the answer ended with, the stop string or the stop token.
+    and the answer ended with, the stop string or the stop token. `embedding`: on the last piece, if it was asked for.
     """
 
     index: int
@@ -52,6 +52,7 @@ class OutputDelta:
     finish: FinishReason | None = None
     failed: TandemError | None = None
     stop_reason: str | int | None = None
+    embedding: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,7 @@ class GenerationState:
         self._num_chars = 0
         self._attempt_s: float | None = None  # when its first token came
         self._lost: list[AttemptSpan] = []
+        self._embedding = b""
         self._told_s: dict[str, float] = {}  # of the first stint, by its workers
 
     @property
@@ -225,6 +227,7 @@ class GenerationState:
 
     def _token(self, token: Token) -> str:
         self._clock()
+        self._embedding = token.embedding or self._embedding
         if self.request.is_echo_only:
             return ""
         self.token_ids.append(token.token_id)
@@ -275,7 +278,14 @@ class GenerationState:
         stop_reason = self._stop_reason() if self.finish == FinishReason.STOP else None
         marks, shown = self._take_marks(), self._take_shown()
         return OutputDelta(
-            self.request.index, text, marks, shown, self.num_tokens, self.finish, stop_reason=stop_reason
+            self.request.index,
+            text,
+            marks,
+            shown,
+            self.num_tokens,
+            self.finish,
+            stop_reason=stop_reason,
+            embedding=self._embedding,
         )
 
     def _stop_reason(self) -> str | int | None:

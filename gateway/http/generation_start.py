@@ -11,18 +11,27 @@ from gateway.prompting.generation_request import GenerationRequest
 from gateway.prompting.request_fields import Common
 from gateway.serving.generation_run import GenerationRun, Style
 
+WHOLE = Style(stream=False, include_usage=False, continuous_usage=False)
+
 
 def start_generation(
     request: Request, asked: Common, asks: list[GenerationRequest], replies: ResponseFormatter
 ) -> Response:
     """Return the response that places `asks` and writes their answers."""
+    return begin_generation(request, asks, replies, _style(asked))
+
+
+def begin_generation(
+    request: Request, asks: list[GenerationRequest], replies: ResponseFormatter, style: Style
+) -> Response:
+    """Return the same in a given style."""
     context: AppContext = request.app.state.context
     eos = tuple(context.checkpoint.eos_token_ids)
     serving = GenerationRun(
         id=replies.id,
         answers=[GenerationState(ask, context.prompting, eos) for ask in asks],
         replies=replies,
-        style=_style(asked),
+        style=style,
         dispatch=context.dispatch,
         admission=context.admission,
         metrics=context.metrics,

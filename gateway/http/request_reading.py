@@ -10,7 +10,7 @@ from fastapi import Depends, Request
 from contracts.errors import RequestError
 from gateway.api.openai.schema import DetokenizeRequest, ResponsesRequest, TokenizeRequest, parse
 from gateway.http.context import AppContext
-from gateway.prompting.request_fields import ChatRequest, CompletionRequest
+from gateway.prompting.request_fields import ChatRequest, CompletionRequest, EmbeddingRequest
 from service.request_body import read_body
 
 BODY_TIMEOUT_S = 30.0
@@ -48,6 +48,7 @@ class BodyOf:
 ChatBody = Annotated[ChatRequest, Depends(BodyOf(ChatRequest))]
 CompletionBody = Annotated[CompletionRequest, Depends(BodyOf(CompletionRequest))]
 ResponsesBody = Annotated[ResponsesRequest, Depends(BodyOf(ResponsesRequest))]
+EmbeddingBody = Annotated[EmbeddingRequest, Depends(BodyOf(EmbeddingRequest))]
 TokenizeBody = Annotated[TokenizeRequest, Depends(BodyOf(TokenizeRequest))]
 DetokenizeBody = Annotated[DetokenizeRequest, Depends(BodyOf(DetokenizeRequest))]
 

@@ -111,6 +111,24 @@ class ChatRequest(Detailed, frozen=True, kw_only=True):
     include_reasoning: bool | None = None
 
 
+class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Texts, or their token ids, whose embeddings are wanted.
+
+    `dimensions`: only the first of each, for models that were trained for it.
+    """
+
+    input: str | list[Any]
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Count | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    priority: Int64 | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
+    request_id: RequestId | None = None
+
+
 class CompletionRequest(Detailed, frozen=True, kw_only=True):
     """`max_tokens` may be 0 with `echo`: the prompt is scored and nothing is said."""
 

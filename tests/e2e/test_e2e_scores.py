@@ -91,3 +91,15 @@ def test_a_salt_hides_a_prefix_on_every_worker(served):
         for salt in ({}, {}, {"cache_salt": "a"}, {"cache_salt": "a"}, {"cache_salt": "b"})
     ]
     assert cached == [0, 96, 0, 96, 0]
+
+
+def test_embeddings_are_those_of_transformers(model, served):
+    """The worker that computes a prompt gives them, and the other one lets go of what it was told to expect."""
+    for _ in range(2):  # the second time the prefix is cached
+        reply = httpx.post(f"{served.url}/v1/embeddings", json={"input": PROMPTS}, timeout=60)
+        assert reply.status_code == 200, reply.text
+        for prompt, item in zip(PROMPTS, reply.json()["data"], strict=True):
+            with torch.inference_mode():
+                expected = model[1].model(torch.tensor([prompt])).last_hidden_state[0, -1]
+            expected = expected / expected.norm()
+            assert item["embedding"] == pytest.approx(expected.tolist(), abs=1e-4)

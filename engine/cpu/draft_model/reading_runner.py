@@ -17,6 +17,7 @@ class ReadingRunner:
     def __init__(self, target: Runner, drafter: ModelDrafter) -> None:
         self._target, self._drafter = target, drafter
         self.early_planes, self.max_graph_rows = target.early_planes, target.max_graph_rows
+        self.gives_hidden = target.gives_hidden
         self.max_draft_rows, self.graph_rows = target.max_draft_rows, target.graph_rows
 
     def forward(self, pieces: SequenceOf[ScheduledChunk], written: Written = ignore_progress) -> Computed:

@@ -7,7 +7,7 @@ from collections.abc import Sequence as SequenceOf
 import numpy as np
 import torch
 
-from engine.backend import AuxReader, Computed, Written, ignore_progress
+from engine.backend import AuxReader, Computed, Written, ignore_progress, wants_hidden
 from engine.cpu.native.weights import NativeModel
 from engine.sampling.prompt_logprobs import score, spans
 from engine.sampling.token_masks import TokenMasks
@@ -20,6 +20,7 @@ class NativeRunner:
     """What CpuRunner is to torch's path. `reader`, if there is one, takes in the rows of `aux_layers`."""
 
     early_planes = max_graph_rows = 0
+    gives_hidden = True
     max_draft_rows = sys.maxsize
     graph_rows: tuple[int, ...] = ()
 
@@ -41,12 +42,13 @@ class NativeRunner:
         sampled = _sampled(pieces, counts)
         if not found:  # rows that sample are in order, each once
             hidden = self._hidden(pieces, counts, sampled)
-            return Computed(self._logits(hidden))
+            return Computed(self._logits(hidden), hidden=torch.from_numpy(hidden) if wants_hidden(pieces) else None)
         scored = [span.rows.numpy() for span in found]
         wanted = np.unique(np.concatenate([sampled, *scored]))
         hidden = self._hidden(pieces, counts, wanted)
-        logits = self._logits(hidden[np.searchsorted(wanted, sampled)])
-        return Computed(logits, score(found, self._each(hidden, wanted, scored)))
+        ends = hidden[np.searchsorted(wanted, sampled)]
+        scores = score(found, self._each(hidden, wanted, scored))
+        return Computed(self._logits(ends), scores, hidden=torch.from_numpy(ends) if wants_hidden(pieces) else None)
 
     def forward_without_sampling(self, pieces: SequenceOf[ScheduledChunk]) -> Computed:
         return self.forward(pieces)

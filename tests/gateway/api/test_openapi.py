@@ -29,6 +29,8 @@ REPLIES = [
     ("POST", "/v1/responses", {"input": "hi", "max_output_tokens": 3}, openapi.ResponseReply),
     ("POST", "/v1/chat/completions/render", SAY | {"n": 2, "stop": "a"}, openapi.RenderReply),
     ("POST", "/v1/completions/render", ASK | {"stream": True}, list[openapi.RenderReply]),
+    ("POST", "/v1/embeddings", {"input": ["hi", "ho"]}, openapi.EmbeddingsReply),
+    ("POST", "/v1/embeddings", {"input": "hi", "encoding_format": "base64"}, openapi.EmbeddingsReply),
     ("POST", "/tokenize", {"prompt": "hi"}, openapi.TokenizeReply),
     ("POST", "/tokenize", {"prompt": "hi", "return_token_strs": True}, openapi.TokenizeReply),
     ("POST", "/tokenize", SAY, openapi.TokenizeReply),
