@@ -8,14 +8,14 @@ class PageLease:
     """What one sequence, writer or reader holds of the groups of short life.
 
     `quotas`: of each group, the pages that it may have at any time. `held`: of each, the blocks whose pages it holds,
-    by their index in the sequence. `branch`: at the end of so many blocks others may go on, as some have. `pinned`:
+    by their index in the sequence. `branches`: at the end of so many blocks others may go on. `pinned`:
     what a continuation behind so many tokens needs is not let go, since a peer reads it. `num_owners`: it ends with the
     last of them.
     """
 
     quotas: list[int]
     held: list[dict[int, int]]
-    branch: int = 0
+    branches: tuple[int, ...] = ()
     pinned: int | None = None
     num_owners: int = 1
 

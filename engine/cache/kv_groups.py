@@ -254,9 +254,9 @@ class KVGroups:
             start = self._start(index, num_tokens // self._layout.block_size)
             if start - 1 not in lease.held[number]:
                 continue
-            branch = range(self._start(index, lease.branch), lease.branch)
+            branches = [range(self._start(index, end), end) for end in lease.branches]
             for place in [place for place in lease.held[number] if place < start]:
-                self._let_go(lease, number, place, is_passed=place not in branch)
+                self._let_go(lease, number, place, is_passed=not any(place in branch for branch in branches))
 
     def drop_behind(self, lease: PageLease, num_blocks: int) -> None:
         """Let go the pages of all but the first blocks of a sequence."""

@@ -168,7 +168,8 @@ class Scheduler:
         lease = groups.open(most_tokens, 0 if num_incoming is None else num_tokens - num_incoming)
         if lease is None:
             return False
-        lease.branch, hit = len(found), len(cached) * size
+        # Where others went on, and where the same prompt would, for another choice of its answer.
+        lease.branches, hit = (len(found), (sequence.num_prompt - 1) // size), len(cached) * size
         groups.cover(lease, cached, hit if num_incoming is None else num_incoming, hit, hit)
         self._pool.retain(cached)
         sequence.lease = lease

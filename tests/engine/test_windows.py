@@ -61,6 +61,14 @@ def test_answers_are_those_of_transformers(windowed):
     assert [answers(engine, [prompt], greedy())[0] for prompt in prompts] == expected
 
 
+def test_a_prompt_that_is_asked_again_finds_its_end_behind_a_long_answer(windowed):
+    folder, prompts, _ = windowed
+    engine, prompt = few(folder), prompts[-1][:200]
+    first, before = answers(engine, [prompt], greedy(150)), engine.stats().prefix_hit_tokens
+    assert answers(engine, [prompt], greedy(150)) == first
+    assert engine.stats().prefix_hit_tokens - before == (len(prompt) - 1) // SIZE * SIZE
+
+
 @pytest.mark.parametrize(("family", "changes"), [("gemma3", {}), ("mistral", {"sliding_window": 40})])
 def test_so_are_those_of_other_windows_and_of_windows_in_every_layer(tmp_path, family, changes):
     model, prompts = save_tiny(tmp_path, family, **changes), random_prompts(VOCAB, LENGTHS)

@@ -95,7 +95,7 @@ def test_a_branch_is_kept_as_an_end_is():
     _, groups, (window, _) = make(10, NUM_BLOCKS)
     lease, other = groups.open(MAX_TOKENS), groups.open(16)
     assert lease is not None and other is not None
-    lease.branch = 5  # which needs blocks 2 to 4
+    lease.branches = (5,)  # which needs blocks 2 to 4
     groups.cover(lease, range(6), 0, 0, 24)
     groups.settle(lease, 24)
     groups.end(lease)
@@ -108,7 +108,7 @@ def test_a_branch_outlives_what_others_have_passed():
     _, groups, _ = make(13, NUM_BLOCKS)
     lease, other = groups.open(MAX_TOKENS), groups.open(MAX_TOKENS)
     assert lease is not None and other is not None
-    lease.branch = 5
+    lease.branches = (5,)
     groups.cover(lease, range(7), 0, 0, 28)
     groups.settle(lease, 28)  # passes blocks 0 to 3
     groups.cover(other, range(10, 18), 0, 0, 32)  # takes the six that are free, and those of blocks 0 and 1
@@ -192,7 +192,7 @@ class Work(RuleBasedStateMachine):
         if lease is None:
             return
         sequence, hit = Computed(tokens, lease), len(cached) * SIZE
-        lease.branch = matched
+        lease.branches = (matched,)
         self.pool.retain(cached)
         sequence.blocks.extend(cached)
         self.groups.cover(lease, cached, hit if num_here is None else num_here, hit, hit)
