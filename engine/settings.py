@@ -51,3 +51,10 @@ class EngineSettings:
     keeps_whole_blocks: bool = False
     max_num_waiting: int = 1024
     cache_dir: Path = Path.home() / ".cache" / "tandem"
+
+    def rounding(self, dtype: str) -> str:
+        """Return what tells this engine's KV from that of workers which compute other values, see KVLayout.
+
+        Behind tokens that were kept whatever the model said, KV is of a text that is not the one it is filed under.
+        """
+        return f"{dtype}, synthetic acceptance" if self.synthetic_acceptance else dtype

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from checkpoint.checkpoint import Checkpoint, WeightFormat
+from checkpoint.checkpoint import Checkpoint, EmbeddingForm, WeightFormat
 from checkpoint.gguf.file import GgufFile
 from checkpoint.gguf.tokenizer import adds_bos, build_tokenizer, rule_of
 from checkpoint.validation import is_whole, require_amount, require_count, require_head_dim
@@ -35,6 +35,8 @@ _KINDS = {
 _LISTS = {"tokenizer.ggml.tokens": str, "tokenizer.ggml.merges": str, "tokenizer.ggml.scores": (float, int)}
 _OTHER_ENDS, _QWEN_ENDS = ("<|eot_id|>", "<|eom_id|>", "<end_of_turn>"), ("<|im_end|>", "<|endoftext|>")
 _LAYER = r"attn_(q|k|v|output|norm|q_norm|k_norm)\.weight|attn_[qkv]\.bias|ffn_(gate|up|down|norm)\.weight"
+_LAST_TOKEN = 3
+"""GGUF's number for pooling by the last token."""
 _TENSORS = re.compile(
     rf"(token_embd|output|output_norm|rope_freqs|rope_factors_(long|short))\.weight|blk\.\d+\.({_LAYER})"
 )
@@ -71,7 +73,18 @@ def open_gguf(path: Path) -> Checkpoint:
         chat_template=metadata.get("tokenizer.chat_template"),
         build_tokenizer=partial(build_tokenizer, metadata, str(path)),
         tool_template=metadata.get("tokenizer.chat_template.tool_use"),
+        embedding=_embedding_form(metadata),
     )
+
+
+def _embedding_form(metadata: dict[str, Any]) -> EmbeddingForm:
+    """Return how embeddings are made; what llama.cpp makes otherwise is not made at all."""
+    name = f"{metadata['general.architecture']}.pooling_type"
+    if (pooling := metadata.get(name, _LAST_TOKEN)) != _LAST_TOKEN:
+        return EmbeddingForm(f"{name} is {pooling!r}; supported is {_LAST_TOKEN}, the last token")
+    if metadata.get("tokenizer.ggml.add_eos_token") is True:
+        return EmbeddingForm("tokenizer.ggml.add_eos_token asks for a token behind each text, which is not supported")
+    return EmbeddingForm()
 
 
 def _require_kinds(metadata: dict[str, Any], path: Path) -> None:

@@ -11,7 +11,8 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from contracts.errors import ConfigError
 
 _FILES = ["*.json", "*.jinja", "*.safetensors"]
-_ELSEWHERE = ["*/*.json", "*/*.safetensors"]  # folders hold the same weights in other layouts; and chat templates
+_ELSEWHERE = ["[!0-9]*/*.json", "*/*.safetensors"]
+"""Folders hold the same weights in other layouts, and chat templates; those with a number are of modules.json."""
 _BESIDE = ["consolidated*.safetensors", "adapter_model.safetensors"]  # Mistral's own copy of the weights; LoRA's
 _LOST: type[Exception] = HfHubHTTPError.__bases__[0]
 """HTTPError of httpx or of httpx2, whichever the hub's client uses.

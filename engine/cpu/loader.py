@@ -54,7 +54,7 @@ def load_cpu_backend(settings: EngineSettings, checkpoint: Checkpoint, progress:
         return load_native_backend(settings, checkpoint, source, native, torch.get_num_threads(), progress)
     dtype = resolve_dtype(settings, source)
     number_format = FORMATS[dtype]
-    layout = kv_layout(checkpoint, settings.block_size, number_format.kv_dtype, dtype, by_span=True)
+    layout = kv_layout(checkpoint, settings.block_size, number_format.kv_dtype, settings.rounding(dtype), by_span=True)
     head = open_head(settings, checkpoint, layout)
     draft = open_draft_model(settings, checkpoint, layout, dtype)
     draft_nbytes = sum(each.block_nbytes for each in (head, draft) if each is not None)

@@ -76,7 +76,7 @@ def _require_one_vocabulary(draft: Checkpoint, target: Checkpoint, name: str) ->
 
 def _path_of(name: str, checkpoint: Checkpoint) -> Path:
     if name != EAGLE3:
-        return Path(name)
+        return Path(name).expanduser()
     folder = shipped_head(checkpoint.name)
     if folder is None:
         raise ConfigError(

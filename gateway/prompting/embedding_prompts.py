@@ -32,6 +32,7 @@ async def prepare_embedding(
         max_tokens=1,
         temperature=0.0,
         ignore_eos=True,
+        speculate=False,
         add_special_tokens=request.add_special_tokens,
         truncate_prompt_tokens=request.truncate_prompt_tokens,
         truncation_side=request.truncation_side,

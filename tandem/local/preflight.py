@@ -6,6 +6,7 @@ They cover the settings of every service, the model's files, and whether its wei
 import os
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from checkpoint import open_checkpoint
@@ -29,6 +30,19 @@ OF_COMPOSE = (
     "TANDEM_PREFILL_DEVICE", "TANDEM_PROMETHEUS_PORT", "TANDEM_WORKER_MEMORY",
 )  # fmt: skip
 """The variables that only the compose files read."""
+
+
+SPECULATE = "TANDEM_SPECULATE"
+
+
+def absolute_drafter(name: str) -> str:
+    """Return the setting with an existing path made absolute: services run from another folder.
+
+    What stands before a + stays. A name with a / that is no path here may be one of the hub.
+    """
+    before, plus, path = name.rpartition("+")
+    found = Path(path).expanduser()
+    return f"{before}{plus}{found.absolute()}" if "/" in path and found.exists() else name
 
 
 def handed_on(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:

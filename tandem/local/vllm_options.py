@@ -104,6 +104,8 @@ def _speculation(given: str) -> list[str]:
     if method not in (*DRAFTERS, *_WITH_WEIGHTS):
         known = ", ".join((*DRAFTERS, *_WITH_WEIGHTS))
         raise ConfigError(f"{SPECULATION}: the method {method!r} is not served; there are {known}")
+    if path is not None and not isinstance(path, str):
+        raise ConfigError(f"{SPECULATION}: 'model' is {path!r}; a path is expected")
     if method in _WITH_WEIGHTS and not path:
         raise ConfigError(f"{SPECULATION}: the method {method!r} needs the path of a 'model'")
     if config:

@@ -37,8 +37,12 @@ def test_the_last_token_with_and_without_a_length_of_one(tmp_path: Path, is_norm
 @pytest.mark.parametrize(
     ("kinds", "pooling", "words"),
     [
-        (["Transformer", "Pooling"], {"pooling_mode_mean_tokens": True}, "asks for pooling_mode_mean_tokens"),
-        (["Transformer", "Pooling"], LAST | {"pooling_mode_cls_token": True}, "asks for pooling_mode_cls_token"),
+        (["Transformer", "Pooling"], {"pooling_mode_mean_tokens": True}, "asks for mean_tokens"),
+        (["Transformer", "Pooling"], {"pooling_mode": "mean"}, "asks for mean; supported is lasttoken"),
+        (["Transformer", "Pooling"], {"pooling_mode": ["lasttoken", "max"]}, "asks for max"),
+        (["Transformer", "Pooling"], {}, "asks for no pooling"),
+        (["Transformer", "Pooling"], None, "asks for no pooling"),
+        (["Transformer", "Pooling"], LAST | {"pooling_mode_cls_token": True}, "asks for cls_token"),
         (["Transformer", "Pooling", "Dense"], LAST, "the module 'Dense'"),
     ],
 )
@@ -50,5 +54,8 @@ def test_a_damaged_file_is_named(tmp_path: Path):
     (tmp_path / "modules.json").write_text('{"a": 1}')
     with pytest.raises(ConfigError, match=r"modules\.json: it holds no list of tables"):
         embedding_form(tmp_path)
-    with pytest.raises(ConfigError, match=r"1_Pooling.*config\.json is missing"):
-        embedding_form(save(tmp_path, ["Transformer", "Pooling"]))
+
+
+@pytest.mark.parametrize("stated", ["lasttoken", ["lasttoken"]])
+def test_the_newer_form_of_the_file_is_read_too(tmp_path: Path, stated: Any):
+    assert embedding_form(save(tmp_path, ["Transformer", "Pooling"], {"pooling_mode": stated})).fault == ""

@@ -14,7 +14,7 @@ import pytest
 
 from contracts.errors import ConfigError
 from tandem.commands import up
-from tandem.local.preflight import MAKE_VARIABLES, OF_COMPOSE, SERVICES, handed_on, unread
+from tandem.local.preflight import MAKE_VARIABLES, OF_COMPOSE, SERVICES, absolute_drafter, handed_on, unread
 from tandem.local.run_dir import RunDir
 from tandem.local.settings import UpSettings
 from tandem.local.vllm_options import ALWAYS, OTHERWISE, SAME, translated
@@ -241,6 +241,7 @@ def test_vllm_s_drafters_are_ours(given: list[str], told: list[str]) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
+        ('{"method": "draft_model", "model": 5}', "'model' is 5; a path is expected"),
         ('{"method": "draft_model"}', "the method 'draft_model' needs the path of a 'model'"),
         ('{"method": "medusa", "model": "x"}', "the method 'medusa' is not served; there are ngram, suffix, eagle3"),
         ('{"method": "ngram", "prompt_lookup_max": 4}', "there is no equal here to prompt_lookup_max; leave it out"),
@@ -332,3 +333,12 @@ def test_a_model_whose_files_are_no_good(refused: Callable[..., str], tmp_path: 
 def test_the_words_name_the_variables_that_make_hands_on() -> None:
     (line,) = [line for line in (ROOT / "Makefile").read_text().splitlines() if line.startswith("SETTINGS :=")]
     assert tuple(line.split()[2:]) == MAKE_VARIABLES
+
+
+def test_a_drafters_path_is_made_absolute_where_it_is_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "drafts" / "tiny").mkdir(parents=True)
+    assert absolute_drafter("drafts/tiny") == str(tmp_path / "drafts" / "tiny")
+    assert absolute_drafter("suffix+./drafts/tiny") == f"suffix+{tmp_path / 'drafts' / 'tiny'}"
+    for name in ("suffix", "suffix+eagle3", "org/name"):
+        assert absolute_drafter(name) == name

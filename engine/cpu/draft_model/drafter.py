@@ -30,7 +30,7 @@ class ModelDrafter:
     `read_N` `[num_blocks]` int32 says how many tokens of each block are in that cache, and goes where its pages go. A
     token that is not there is read by its id when a draft needs it, so nothing is missing for good. The cache has
     `spare_blocks` for each of the most sequences behind the target's blocks, for drafts that run beyond a sequence's.
-    Of the vocabulary the first `num_tokens` are drafted, which both models have.
+    Of the vocabulary the first `num_tokens` are drafted, which both models have; a text's others are read as token 0.
     """
 
     def __init__(self, runner: Runner, read_N: np.ndarray, block_size: int, num_tokens: int, max_len: int) -> None:
@@ -110,7 +110,8 @@ class ModelDrafter:
     def _text(self, part: "_UnreadTokens", index: int, count: int) -> "_DraftedText":
         """Return the part's sequence as the draft model is to compute it, with spare blocks behind its own."""
         sequence, num_spare = part.sequence, spare_blocks(self._size)
-        shadow = Sequence(sequence.request_id, sequence.tokens[: part.end], sequence.sampling)
+        tokens = np.array(sequence.tokens[: part.end], np.int32)
+        shadow = Sequence(sequence.request_id, (tokens * (tokens < self._num_tokens)).tolist(), sequence.sampling)
         shadow.blocks.extend(sequence.blocks[: -(-part.end // self._size)])
         shadow.blocks.extend(range(len(self._read) + index * num_spare, len(self._read) + (index + 1) * num_spare))
         if part.end - part.first <= _MOST_ANSWER_ROWS:

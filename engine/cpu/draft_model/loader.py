@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
+import torch
 
 from checkpoint import Checkpoint, Progress
 from contracts.layout import ITEM_NBYTES, KVGroup, KVLayout
@@ -19,6 +20,7 @@ from engine.cpu.linear import FORMATS
 from engine.cpu.native.choice import NATIVE, chosen_kernels
 from engine.cpu.native.runner import NativeRunner
 from engine.cpu.native.shared_model import KV_DTYPE, load_shared_model
+from engine.cpu.native.threads import start_threads
 from engine.cpu.runner import CpuRunner
 from engine.cpu.weight_loader import load_weights
 from engine.model_loader.checkpoint_weights import StoredWeightSource, open_weights
@@ -35,8 +37,9 @@ _COUNT_NBYTES = 4
 class DraftModel:
     """A draft model that fits, before its weights are read.
 
-    `layout` has two groups: KV, and of each block a row that says how much of it was read. `kernels`: the native ones,
-    if they compute it.
+    `layout` has two groups: of each block a row that says how much of it was read, and KV. The row is the first, since
+    groups are copied in order: whoever gets a block while it is read on must not get a count of KV that came later.
+    `kernels`: the native ones, if they compute it.
     """
 
     checkpoint: Checkpoint
@@ -54,25 +57,18 @@ class DraftModel:
         self, target: Runner, num_blocks: int, settings: EngineSettings, progress: Progress
     ) -> tuple[Drafting, list[GroupPages]]:
         """Return the drafter, which reads the batches of `target`, and the pages of its groups."""
-        kv, row = self.layout.groups
-        cache = KVCache(self.layout.of_groups([0]), num_blocks + settings.max_num_seqs * spare_blocks(kv.block_size))
+        row, kv = self.layout.groups
+        cache = KVCache(self.layout.of_groups([1]), num_blocks + settings.max_num_seqs * spare_blocks(kv.block_size))
         rows = np.zeros((1, num_blocks, row.page_nbytes(1)), np.uint8)
-        max_len = self.checkpoint.config.max_model_len
-        drafter = ModelDrafter(
-            self._runner(cache, settings, progress),
-            rows[0].view(np.int32)[:, 0],
-            kv.block_size,
-            self.num_tokens,
-            max_len,
-        )
-        return Drafting(drafter, ReadingRunner(target, drafter)), [
-            GroupPages(kv, cache.pool_bytes),
-            GroupPages(row, rows),
-        ]
+        runner, read_N = self._runner(cache, settings, progress), rows[0].view(np.int32)[:, 0]
+        drafter = ModelDrafter(runner, read_N, kv.block_size, self.num_tokens, self.checkpoint.config.max_model_len)
+        pages = [GroupPages(row, rows), GroupPages(kv, cache.pool_bytes)]
+        return Drafting(drafter, ReadingRunner(target, drafter)), pages
 
     def _runner(self, cache: KVCache, settings: EngineSettings, progress: Progress) -> Runner:
         config = self.checkpoint.config
         if self.kernels is not None:
+            start_threads(self.kernels, torch.get_num_threads())
             arguments = settings, self.checkpoint, self.source, self.kernels, cache, config.max_model_len, progress
             return NativeRunner(self.kernels, load_shared_model(*arguments))
         weights = load_weights(config, self.source, FORMATS[self.dtype], progress)
@@ -89,6 +85,8 @@ def open_draft_model(
     found = open_named_model(settings, checkpoint)
     if found is None:
         return None
+    longest = min(found.config.max_model_len, checkpoint.config.max_model_len)
+    found = replace(found, config=replace(found.config.for_context(longest), max_model_len=longest))
     own = replace(settings, dtype="float32" if dtype == "float32" else "auto")
     source = open_weights(found)
     kernels = chosen_kernels(own, found, source)
@@ -113,4 +111,4 @@ def _layout(own: KVLayout, target: KVLayout) -> KVLayout:
         dtype=group.dtype,
         weights=kv.weights,
     )
-    return KVLayout(model=target.model, block_size=target.block_size, groups=(kv, row))
+    return KVLayout(model=target.model, block_size=target.block_size, groups=(row, kv))

@@ -35,7 +35,7 @@ def load_native_backend(
 ) -> Backend:
     """Return the model, ready to run. Raises ConfigError, which says what to do."""
     start_threads(kernels, num_threads)
-    layout = kv_layout(checkpoint, settings.block_size, kv_dtype, NATIVE, f"-{NATIVE}{NUMERICS}")
+    layout = kv_layout(checkpoint, settings.block_size, kv_dtype, settings.rounding(NATIVE), f"-{NATIVE}{NUMERICS}")
     head = open_head(settings, checkpoint, layout)
     draft = open_draft_model(settings, checkpoint, layout, kv_dtype)
     draft_nbytes = sum(each.block_nbytes for each in (head, draft) if each is not None)

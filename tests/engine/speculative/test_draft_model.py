@@ -116,6 +116,39 @@ def test_what_it_has_not_read_it_reads_in_steps(target, drafting, monkeypatch: p
     require_its_text(judged, drafting[1])
 
 
+@pytest.mark.parametrize("family", ["gemma3", "llama4"])
+def test_it_drafts_beside_a_model_with_windows(drafting, tmp_path: Path, family: str):
+    model = save_tiny(tmp_path, family)
+    prompts = random_prompts(VOCAB, LENGTHS)
+    expected = [oracle_greedy(model, prompt, MAX_TOKENS) for prompt in prompts]
+    engine = engine_of(tmp_path, drafting[0], max_batched_tokens=64)
+    judged = judge(engine, prompts, expected)
+    assert answers(engine, prompts, greedy(MAX_TOKENS)) == expected
+    require_its_text(judged, drafting[1])
+
+
+def test_tokens_that_it_lacks_are_read_as_another(target, tmp_path: Path):
+    """The target's vocabulary is the wider one here."""
+    save_tiny(tmp_path, "llama", vocab_size=VOCAB - 40, **SMALLER)
+    prompt = [5, VOCAB - 1, VOCAB - 40, 7]
+    expected = oracle_greedy(target[1], prompt, MAX_TOKENS)
+    engine = engine_of(target[0], tmp_path)
+    assert answers(engine, [prompt], greedy(MAX_TOKENS)) == [expected]
+    assert engine.stats().num_drafts > 0
+
+
+def test_a_draft_model_with_longrope_is_made_for_the_targets_context(target, tmp_path: Path):
+    save_tiny(tmp_path, "phi3", **{**SMALLER, "max_position_embeddings": 1024})
+    config = json.loads((tmp_path / "config.json").read_text())
+    half = config["hidden_size"] // config["num_attention_heads"] // 2
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * half, "long_factor": [2.0] * half, "rope_theta": 10000.0}
+    config |= {"rope_parameters": rope | {"original_max_position_embeddings": 600}, "rope_scaling": None}
+    config["original_max_position_embeddings"] = 600
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    engine, prompts = engine_of(target[0], tmp_path), random_prompts(VOCAB, LENGTHS)
+    assert answers(engine, prompts, greedy(8)) == [oracle_greedy(target[1], prompt, 8) for prompt in prompts]
+
+
 def test_its_shorter_context_ends_its_drafts_alone(target, drafting):
     folder, model = target
     (prompt,) = random_prompts(VOCAB, [390])

@@ -258,6 +258,9 @@ def test_synthetic_acceptance_keeps_so_many_tokens_whatever_the_model_says(folde
     )
     assert [len(answer) for answer in answers(engine, prompts, greedy(100))] == [100] * 16
     stats = engine.stats()
+    assert engine.layout.shared_id != load_engine(settings(model=str(folder))).layout.shared_id, (
+        "its KV is not the text's"
+    )
     # A draft of three has room for them all; the last one or two of an answer are cut.
     assert sum(stats.num_accepted_by_place) / stats.num_drafts == pytest.approx(length - 1.0, abs=0.1)
 
