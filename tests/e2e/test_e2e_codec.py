@@ -12,7 +12,7 @@ from process.sockets import free_port
 from testing.paced_proxy import PacedProxy
 from tests.waiting import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # it starts four systems, one after the other
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # it starts four systems, one after the other
 
 SLOW, FAST = 6e6, 1e9
 """Bytes a second of the network to decode: of KV and of everything else."""

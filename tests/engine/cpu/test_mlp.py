@@ -95,7 +95,7 @@ def test_rows_of_prompts_and_of_answers_keep_their_bits_beside_each_other(mlp):
     linear = FORMATS["int4"].pack(random(HIDDEN, HIDDEN))
     layer = CpuLayerWeights(None, linear, linear, None, mlp())
     assert linear.is_uniform and not layer.mlp.is_uniform
-    decoder = Decoder(TINY, DecoderWeights(random(3, HIDDEN), (layer,), None, linear._answer), 64)
+    decoder = Decoder(TINY, DecoderWeights(random(3, HIDDEN), (layer,), None, linear._answer, random(HIDDEN)), 64)
     x, mixed = random(11, HIDDEN), random(11, HIDDEN).flip(0)
     answers, prompts = decoder._mlp(layer, x[:4], mixed[:4], 4), decoder._mlp(layer, x[4:], mixed[4:], 0)
     assert torch.equal(decoder._mlp(layer, x, mixed, 4), torch.cat([answers, prompts]))
