@@ -124,12 +124,11 @@ class AttentionKind(StrEnum):
 class LayerSpec:
     """One layer of a model.
 
-    `rope` is None where positions turn nothing, `experts` where all tokens share an MLP.
+    `rope` is None where positions turn nothing.
     """
 
     attention: AttentionKind
     rope: Rope | None
-    experts: "Experts | None"
 
 
 @dataclass(frozen=True)
@@ -233,7 +232,6 @@ class ModelConfig:
         return LayerSpec(
             attention=narrow if is_windowed else AttentionKind.FULL,
             rope=None if index in self.no_rope_layers else rope,
-            experts=self.experts_of(index),
         )
 
     def for_context(self, num_tokens: int) -> "ModelConfig":

@@ -35,7 +35,8 @@ class GgufForm:
     `read` gives fields of a ModelConfig that it has beyond Llama's. `tensors` are the kinds of a layer's tensors it
     adds, `expert_tensors` those of a mixture; `scales` is the metadata that `read` makes use of, and that else
     multiplies something unknown. `interleaved` as in TensorNames: llama.cpp's converter permutes the rows of q and k of
-    some families. `turns_part`: rope may turn a part of each head.
+    some families. `turns_part`: rope may turn a part of each head. `ends`: tokens that end an answer whatever a file
+    says, where its vocabulary has them.
     """
 
     read: ReadGguf | None = None
@@ -44,6 +45,7 @@ class GgufForm:
     scales: tuple[str, ...] = ()
     interleaved: bool = False
     turns_part: bool = False
+    ends: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class Family:
 
     `window` is None where the family has none, 0 where it has one if config.json says. `switches_window`: only where
     config.json says use_sliding_window. `first_window`: only layers from max_window_layers on, or of their kind in
-    layer_types.
+    layer_types; without that every `window_step`th of them.
     """
 
     architecture: str
@@ -82,3 +84,4 @@ class Family:
     window: int | None = None
     switches_window: bool = False
     first_window: int | None = None
+    window_step: int = 1

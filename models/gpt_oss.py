@@ -45,4 +45,5 @@ FAMILY = Family(
     head_dim=64,
     window=0,
     first_window=0,
+    window_step=2,
 )

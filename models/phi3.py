@@ -24,7 +24,7 @@ FAMILY = Family(
             "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
         }
     ),
-    gguf=GgufForm(phi3_gguf_fields, tensors=("attn_qkv",), turns_part=True),
+    gguf=GgufForm(phi3_gguf_fields, tensors=("attn_qkv",), turns_part=True, ends=("<|end|>", "<|im_end|>")),
     partial_rotary=1.0,
     window=0,
 )

@@ -11,6 +11,7 @@ import numpy as np
 from checkpoint.checkpoint import Checkpoint, EmbeddingForm, WeightFormat
 from checkpoint.gguf.file import GgufFile
 from checkpoint.gguf.tokenizer import adds_bos, build_tokenizer, rule_of
+from checkpoint.model_numbers import require_model
 from checkpoint.validation import is_whole, require_amount, require_count, require_head_dim
 from contracts.errors import ConfigError
 from models.config import FrequencyScaling, LinearScaling, LongRopeScaling, ModelConfig, RopeScaling
@@ -58,9 +59,11 @@ def open_gguf(path: Path) -> Checkpoint:
         tokens = metadata["tokenizer.ggml.tokens"]
     except KeyError as error:
         raise ConfigError(f"{path} cannot be served: its metadata lacks {error}") from error
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise ConfigError(f"{path}: its metadata has a value of the wrong kind: {error}") from error
     _require_known(metadata, tokens, path)
     bos_id = metadata.get("tokenizer.ggml.bos_token_id")
-    eos_ids = _eos_token_ids(metadata, tokens)
+    eos_ids = _eos_token_ids(metadata, tokens, _form(metadata, path))
     return Checkpoint(
         name=_name(path),
         path=path,
@@ -112,14 +115,20 @@ def _name(path: Path) -> str:
     return base if base and suffix.upper().startswith(("Q", "F", "BF", "IQ")) else stem
 
 
+def _form(metadata: dict[str, Any], path: Path) -> GgufForm:
+    """Return how files of this architecture are made; raise ConfigError if none are read."""
+    arch = metadata["general.architecture"]
+    form = family_of(arch, str(path)).gguf
+    if form is None:
+        supported = ", ".join(sorted(name for name, each in FAMILIES.items() if each.gguf))
+        raise ConfigError(f"{path}: '{arch}' is not supported in GGUF files; supported are {supported}")
+    return form
+
+
 def _config(file: GgufFile) -> ModelConfig:
     metadata = file.metadata
     arch = metadata["general.architecture"]
-    family = family_of(arch, str(file.path))
-    form = family.gguf
-    if form is None:
-        supported = ", ".join(sorted(name for name, each in FAMILIES.items() if each.gguf))
-        raise ConfigError(f"{file.path}: '{arch}' is not supported in GGUF files; supported are {supported}")
+    form = _form(metadata, file.path)
     _require_numbers(metadata, arch, file.path)
     heads = metadata[f"{arch}.attention.head_count"]
     hidden = metadata[f"{arch}.embedding_length"]
@@ -129,7 +138,7 @@ def _config(file: GgufFile) -> ModelConfig:
     _refuse_unsupported(file, arch, form)
     theta = metadata.get(f"{arch}.rope.freq_base", 10000.0)
     config = ModelConfig(
-        family=family.gguf_architecture,
+        family=family_of(arch, str(file.path)).gguf_architecture,
         vocab_size=file.tensors["token_embd.weight"].shape[0],
         hidden_size=hidden,
         intermediate_size=metadata[f"{arch}.feed_forward_length"],
@@ -146,10 +155,12 @@ def _config(file: GgufFile) -> ModelConfig:
         qkv_bias="blk.0.attn_q.bias" in file.tensors,
         qk_norm="blk.0.attn_q_norm.weight" in file.tensors,
     )
-    if form.read is None:
-        return config
-    stated = {name.removeprefix(f"{arch}."): value for name, value in metadata.items()}
-    return replace(config, **form.read(stated, str(file.path)))
+    if form.read is not None:
+        stated = {name.removeprefix(f"{arch}."): value for name, value in metadata.items()}
+        config = replace(config, **form.read(stated, str(file.path)))
+    require_model(config, file.path, is_gguf=True)
+    _refuse_unread_window(file, arch, config)
+    return config
 
 
 def _require_numbers(metadata: dict[str, Any], arch: str, path: Path) -> None:
@@ -169,10 +180,24 @@ def _refuse_unsupported(file: GgufFile, arch: str, form: GgufForm) -> None:
     for name in (f"{arch}.{name}" for name in _SCALES if name not in form.scales):
         if (value := file.metadata.get(name, 0.0)) not in (0.0, 1.0):
             raise ConfigError(f"{file.path}: '{name}' is {value}; it is not supported")
+    capped = (name for name in file.metadata if name.startswith(f"{arch}.") and name.endswith("_softcapping"))
+    if found := next(filter(file.metadata.get, capped), None):
+        raise ConfigError(f"{file.path}: '{found}' is {file.metadata[found]}; it is not supported")
     kinds = (*form.tensors, *(form.expert_tensors if file.metadata.get(f"{arch}.expert_count") else ()))
     own = re.compile(rf"blk\.\d+\.({'|'.join(kinds)})\.weight")
     if unread := [name for name in file.tensors if not (_TENSORS.fullmatch(name) or own.fullmatch(name))]:
         raise ConfigError(f"{file.path}: its tensor '{unread[0]}' is of no model that is supported")
+
+
+def _refuse_unread_window(file: GgufFile, arch: str, config: ModelConfig) -> None:
+    """Raise ConfigError for a window that this family's layers are not known to have."""
+    name = f"{arch}.attention.sliding_window"
+    window = file.metadata.get(name, 0)
+    if window and not config.windowed_layers and (not is_whole(window) or window < config.max_model_len):
+        raise ConfigError(
+            f"{file.path}: '{name}' is {window} of {config.max_model_len} tokens; a window in this family's GGUF files "
+            "is not supported: serve the model's Hugging Face folder"
+        )
 
 
 def _rotary_width(file: GgufFile, arch: str, head_dim: int, form: GgufForm) -> int:
@@ -231,7 +256,7 @@ def _longrope(file: GgufFile, arch: str) -> LongRopeScaling:
     return LongRopeScaling(short, long, original, float(length))
 
 
-def _eos_token_ids(metadata: dict[str, Any], tokens: list[str]) -> tuple[int, ...]:
+def _eos_token_ids(metadata: dict[str, Any], tokens: list[str], form: GgufForm) -> tuple[int, ...]:
     """Return the ids that end an answer: of text and, where the file names them, of turn and message.
 
     A Qwen has two: its file names one, its generation_config.json both.
@@ -239,7 +264,7 @@ def _eos_token_ids(metadata: dict[str, Any], tokens: list[str]) -> tuple[int, ..
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")
     ids = [metadata[f"tokenizer.ggml.{key}"] for key in keys if f"tokenizer.ggml.{key}" in metadata]
     ends = _QWEN_ENDS if rule_of(metadata) == "qwen2" else _OTHER_ENDS
-    ids += [index for token in ends for index in _find(tokens, token)]
+    ids += [index for token in (*ends, *form.ends) for index in _find(tokens, token)]
     return tuple(dict.fromkeys(ids))
 
 

@@ -4,9 +4,10 @@ from dataclasses import replace
 from typing import Any
 
 from checkpoint.huggingface.rope import rope_fields
-from checkpoint.validation import require_amount, require_count, require_head_dim
+from checkpoint.model_numbers import require_model
+from checkpoint.validation import require_count
 from contracts.errors import ConfigError
-from models.config import FrequencyScaling, LongRopeScaling, ModelConfig, YarnScaling
+from models.config import FrequencyScaling, ModelConfig, YarnScaling
 from models.config_fields import windowed_layers
 from models.family import Family
 from models.registry import family_of, family_of_multimodal
@@ -41,8 +42,10 @@ def model_config(config: dict[str, Any], source: str) -> ModelConfig:
     try:
         _require_counts(config, source)
         model = _model_config(family, config, source)
-        _require_numbers(model, source)
-        return model if family.read is None else replace(model, **family.read(config, source))
+        if family.read is not None:
+            model = replace(model, **family.read(config, source))
+        require_model(model, f"{source}/config.json")
+        return model
     except KeyError as error:
         raise ConfigError(f"{source}/config.json lacks {error}") from error
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
@@ -89,26 +92,6 @@ def _model_config(family: Family, config: dict[str, Any], source: str) -> ModelC
     )
 
 
-def _require_numbers(model: ModelConfig, source: str) -> None:
-    """Check the numbers that were computed from others, too."""
-    file = f"{source}/config.json"
-    require_amount(model.norm_eps, "rms_norm_eps", file)
-    require_amount(model.rope_theta, "rope_theta", file, above=1)
-    require_count(model.max_model_len, "max_model_len", file)
-    if model.num_heads % model.num_kv_heads:
-        raise ConfigError(
-            f"{file}: num_attention_heads is {model.num_heads}; a multiple of num_key_value_heads, "
-            f"{model.num_kv_heads}, is expected"
-        )
-    require_head_dim(model.head_dim, "head_dim", file)
-    scaling, num_pairs = model.rope_scaling, model.rotary_width // 2
-    if isinstance(scaling, LongRopeScaling) and len(scaling.long_factors) != num_pairs:
-        raise ConfigError(
-            f"{file}: long_factor has {len(scaling.long_factors)} numbers; heads of {model.head_dim} columns, of which "
-            f"{model.rotary_width} are turned, have {num_pairs} pairs"
-        )
-
-
 def _max_model_len(scaling: FrequencyScaling | None, stated: int, chunks: dict[str, Any] | None) -> int:
     """Return the longest context.
 
@@ -140,7 +123,7 @@ def _window_fields(config: dict[str, Any], family: Family, length: int, source: 
         layers = windowed_layers(kinds, num_layers, source)
     else:
         first = 0 if family.first_window is None else config.get("max_window_layers", family.first_window)
-        layers = tuple(range(first, num_layers))
+        layers = tuple(range(first, num_layers, family.window_step))
     return {"window": window, "windowed_layers": layers} if layers and window < length else {}
 
 

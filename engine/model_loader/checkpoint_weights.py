@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -71,10 +71,19 @@ class TensorSlice:
 
 @dataclass(frozen=True)
 class FusedRows:
-    """The place of a matrix in one that holds several: `module` is that one's name."""
+    """The place of a matrix in one that holds several.
+
+    `module` is that one's name, `height` its number of rows.
+    """
 
     module: str
     rows: range
+    height: int
+
+    def require_height(self, shape: Sequence[int], name: str, source: Path) -> None:
+        """Raise ConfigError for a matrix of another height, whose rows would be cut in other places."""
+        if [*shape[:1]] != [self.height]:
+            raise ConfigError(f"{source}: '{name}' is {list(shape)}; its configuration says {self.height} rows")
 
 
 def fused_rows(config: ModelConfig, names: TensorNames) -> dict[str, FusedRows]:
@@ -83,11 +92,10 @@ def fused_rows(config: ModelConfig, names: TensorNames) -> dict[str, FusedRows]:
     heights = {"q_proj": q, "k_proj": kv, "v_proj": kv}
     found: dict[str, FusedRows] = {}
     for module, parts in names.fused.items():
-        first = 0
-        for part in parts:
-            height = heights.get(part.rpartition(".")[2], config.intermediate_size)
-            found[part] = FusedRows(module, range(first, first + height))
-            first += height
+        of_parts = [heights.get(part.rpartition(".")[2], config.intermediate_size) for part in parts]
+        for index, part in enumerate(parts):
+            first, after = sum(of_parts[:index]), sum(of_parts[: index + 1])
+            found[part] = FusedRows(module, range(first, after), sum(of_parts))
     return found
 
 
@@ -230,8 +238,10 @@ class SafetensorsWeights:
         try:
             with safe_open(self._file(name), framework="pt") as file:
                 stored = self._stored[name]
-                if (rows := self._rows.get(name)) is not None:
-                    tensor = _cut(file.get_slice(stored)[rows.start : rows.stop], cut)
+                if (fused := self._rows.get(name)) is not None:
+                    matrix = file.get_slice(stored)
+                    fused.require_height(matrix.get_shape(), stored, self._folder)
+                    tensor = _cut(matrix[fused.rows.start : fused.rows.stop], cut)
                 else:
                     tensor = file.get_tensor(stored) if cut is None else _part(file.get_slice(stored), cut)
                 return tensor if self._to_device is None else self._to_device(tensor)
@@ -276,6 +286,7 @@ class GgufWeights:
         """Return the rows of a matrix that is stored in one with others."""
         layer = name.rpartition(".self_attn.")[0] or name.rpartition(".mlp.")[0]
         info = self._info(gguf_place(f"{layer}.{fused.module}.weight").name)
+        fused.require_height(info.shape, info.name, self._file.path)
         blocks = self._file.blocks(info)[fused.rows.start : fused.rows.stop]
         return StoredBlocks(info.kind, blocks, (len(blocks), info.shape[1]))
 
@@ -320,15 +331,15 @@ def llama_names(stored: Collection[str], names: TensorNames) -> dict[str, str]:
     return {_renamed(name, names): name for name in text}
 
 
-def _with_parts(stored: dict[str, str], parts: Mapping[str, FusedRows]) -> tuple[dict[str, str], dict[str, range]]:
-    """Return the names with those of parts of matrices that are stored as one, and the rows of such parts."""
+def _with_parts(stored: dict[str, str], parts: Mapping[str, FusedRows]) -> tuple[dict[str, str], dict[str, FusedRows]]:
+    """Return the names with those of parts of matrices that are stored as one, and where such parts are."""
     names, rows = {}, {}
     for name, there in stored.items():
         module, _, kind = name.rpartition(".")
-        found = {part: place.rows for part, place in parts.items() if module.endswith(place.module)}
+        found = {part: place for part, place in parts.items() if module.endswith(place.module)}
         stem = module.rpartition(".")[0].rpartition(".")[0]
-        for part, part_rows in found.items():
-            names[f"{stem}.{part}.{kind}"], rows[f"{stem}.{part}.{kind}"] = there, part_rows
+        for part, place in found.items():
+            names[f"{stem}.{part}.{kind}"], rows[f"{stem}.{part}.{kind}"] = there, place
         if not found:
             names[name] = there
     return names, rows

@@ -74,6 +74,9 @@ LLAMA4 = {
     "no_rope_layers": [],
     "attn_temperature_tuning": 4,
 }
+GEMMA3 = {**CONFIG, "architectures": ["Gemma3ForCausalLM"], "num_key_value_heads": 2}
+MIXTRAL = {**CONFIG, "architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
+QWEN2_MOE = {**QWEN3_MOE, "architectures": ["Qwen2MoeForCausalLM"], "shared_expert_intermediate_size": 4}
 MISTRAL, QWEN2, PHI3 = ({"architectures": [f"{name}ForCausalLM"]} for name in ("Mistral", "Qwen2", "Phi3"))
 LONGROPE = {
     "rope_type": "longrope",
@@ -592,6 +595,37 @@ def test_a_gpt_oss_that_would_give_wrong_text_is_refused(changes, words):
         model_config({**GPT_OSS, **changes}, "here")
 
 
+@pytest.mark.parametrize("stated", [{}, {"layer_types": None}])
+def test_a_gpt_oss_that_states_no_kinds_of_layers_has_those_of_transformers(stated, tmp_path):
+    config = {key: value for key, value in GPT_OSS.items() if key != "layer_types"} | stated
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "gpt_oss"}))
+    kinds = AutoConfig.from_pretrained(tmp_path).layer_types
+    windowed = tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
+    assert model_config(config, "here").windowed_layers == windowed == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({**GEMMA3, "sliding_window": None}, "sliding_window is None; a whole number from 1"),
+        (
+            {**GEMMA3, "query_pre_attn_scalar": -4},
+            "query_pre_attn_scalar or attention_multiplier is .*; a number above",
+        ),
+        ({**GEMMA3, "rope_local_base_freq": 0}, "rope_local_base_freq is 0.0; a number above 1"),
+        ({**MIXTRAL, "num_experts_per_tok": 1.5}, "num_experts_per_tok is 1.5; a whole number from 1"),
+        ({**MIXTRAL, "num_local_experts": 2.5}, "num_local_experts is 2.5; a whole number from 1"),
+        ({**QWEN2_MOE, "moe_intermediate_size": "a"}, "moe_intermediate_size is 'a'; a whole number from 1"),
+        ({**QWEN2_MOE, "shared_expert_intermediate_size": -3}, "shared_expert_intermediate_size is -3; a whole number"),
+        ({**LLAMA4, "intermediate_size_mlp": "32"}, "intermediate_size_mlp is '32'; a whole number from 1"),
+        ({**LLAMA4, "attention_chunk_size": -64}, "attention_chunk_size is -64; a whole number from 1"),
+    ],
+)
+def test_a_number_that_only_some_families_have_is_checked_too(config, words):
+    with pytest.raises(ConfigError, match=f"here/config.json: .*{words}"):
+        model_config(config, "here")
+
+
 def test_llama4_is_read_whole():
     config = model_config(LLAMA4, "here")
     assert config.experts == Experts(8, 1, 16, True, (0, 2), as_llama4=True) and config.intermediate_size == 32
@@ -841,6 +875,43 @@ def test_gguf_fields_of_another_kind_are_refused_by_name(tmp_path, monkeypatch, 
     refused(whole.path, words)
 
 
+@pytest.mark.parametrize(
+    ("arch", "fields", "words"),
+    [
+        *(
+            (arch, {"attention.sliding_window": 32}, f"'{arch}.attention.sliding_window' is 32 of 64 tokens; a window")
+            for arch in ("llama", "olmo2", "qwen2")
+        ),
+        ("gemma3", {"final_logit_softcapping": 30.0}, "'gemma3.final_logit_softcapping' is 30.0; it is not supported"),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "'gemma3.attn_logit_softcapping' is 50.0; it is not supported"),
+        ("gemma3", {"attention.sliding_window": 0}, "attention.sliding_window is 0; a whole number from 1"),
+        ("gemma3", {"rope.freq_base_swa": 0.0}, "rope.freq_base_swa is 0.0; a number above 1"),
+        ("qwen2moe", {"expert_feed_forward_length": 1.5}, "expert_feed_forward_length is 1.5; a whole number from 1"),
+        ("qwen2moe", {"expert_used_count": "2"}, "its metadata has a value of the wrong kind: "),
+        ("llama", {"attention.head_count_kv": 3}, "head_count is 2; a multiple of attention.head_count_kv, 3, is"),
+    ],
+)
+def test_gguf_fields_of_one_family_are_checked_too(tmp_path, arch, fields, words):
+    own = {"gemma3": {"attention.key_length": 4, "attention.sliding_window": 32}}
+    own["qwen2moe"] = {"expert_count": 4, "expert_used_count": 2, "expert_shared_feed_forward_length": 4}
+    stated = {f"{arch}.{name}": value for name, value in (own.get(arch, {}) | fields).items()}
+    refused(write_gguf(tmp_path / "other.gguf", arch, fields=stated), words)
+
+
+@pytest.mark.parametrize("window", [0, 64])
+def test_a_gguf_window_that_is_none_or_the_whole_context_is_served(tmp_path, window):
+    path = write_gguf(tmp_path / "m.gguf", fields={"llama.attention.sliding_window": window})
+    assert open_checkpoint(str(path)).config.window == 0
+
+
+def test_longrope_of_a_gguf_file_has_a_factor_for_each_pair(tmp_path):
+    fields = {"phi3.rope.scaling.original_context_length": 16, "phi3.rope.scaling.attn_factor": 1.2}
+    for short, long, words in ((2, 3, "long.weight has 3 numbers; .* have 2 pairs"), (1, 2, "short.weight has 1 num")):
+        counts = {"short": short, "long": long}
+        tensors = {f"rope_factors_{name}.weight": np.ones(count, np.float32) for name, count in counts.items()}
+        refused(write_gguf(tmp_path / "m.gguf", "phi3", fields=fields, tensors=tensors), f"rope_factors_{words}")
+
+
 @pytest.mark.parametrize("shape", [(2**32, 2**31), (2**32, 2**32), (0, 8)])
 def test_a_gguf_tensor_of_an_impossible_shape_is_damage(tmp_path, shape):
     """The product of some is 0 in 64 bits, or less."""
@@ -871,6 +942,13 @@ def test_a_gguf_tensor_that_nothing_reads_is_refused(tmp_path, name):
 def test_an_answer_of_qwen_ends_at_either_of_its_ends(tmp_path):
     path = write_gguf(tmp_path / "q.gguf", "qwen2", pre="qwen2", more_tokens=("<|endoftext|>", "<|im_end|>"))
     assert open_checkpoint(str(path)).eos_token_ids == (5, 7, 6)
+
+
+def test_an_answer_of_phi_3_ends_with_its_turn(tmp_path):
+    path = write_gguf(tmp_path / "p.gguf", "phi3", more_tokens=("<|user|>", "<|end|>"))
+    assert open_checkpoint(str(path)).eos_token_ids == (5, 7)
+    path = write_gguf(tmp_path / "l.gguf", more_tokens=("<|user|>", "<|end|>"))
+    assert open_checkpoint(str(path)).eos_token_ids == (5,)
 
 
 def test_frequencies_of_rope_in_a_gguf_file_are_llama_3s_or_refused(tmp_path):

@@ -85,6 +85,21 @@ def test_weights_that_do_not_fit_the_configuration_are_refused(tmp_path):
         load_engine(settings(model=str(tmp_path)))
 
 
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        ("phi3", {"num_key_value_heads": 1}, r"qkv_proj.weight' is \[160, 96\]; its configuration says 128 rows"),
+        ("glm4", {"intermediate_size": 80}, r"gate_up_proj.weight' is \[320, 96\]; its configuration says 160 rows"),
+    ],
+)
+def test_fused_matrices_of_another_height_than_their_parts_are_refused(tmp_path, family, changes, words):
+    """Rows of k, v and up would be taken from other places, without a word."""
+    save_tiny(tmp_path, family)
+    change_config(tmp_path, changes)
+    with pytest.raises(ConfigError, match=words):
+        load_engine(settings(model=str(tmp_path)))
+
+
 def test_a_missing_tensor_is_named(tmp_path):
     save_tiny(tmp_path, "llama")
     file = tmp_path / "model.safetensors"

@@ -168,6 +168,15 @@ def test_longrope_of_a_gguf_file_is_that_of_transformers(tmp_path: Path) -> None
     assert answers(load_engine(settings(model=str(path))), prompts, greedy()) == expected
 
 
+def test_fused_matrices_of_another_height_than_their_parts_are_refused(tmp_path: Path) -> None:
+    """Rows of k and v would be taken from other places, without a word."""
+    model = save_tiny(tmp_path, "phi3", sliding_window=512)
+    model.config.num_key_value_heads = 1
+    path = write_gguf(tmp_path / "tiny.gguf", "phi3", model)
+    with pytest.raises(ConfigError, match=r"blk.0.attn_qkv.weight' is \[160, 96\]; its configuration says 128 rows"):
+        load_engine(settings(model=str(path)))
+
+
 def test_a_mixture_that_lacks_experts_is_refused(tmp_path: Path) -> None:
     model = save_tiny(tmp_path, "qwen3_moe", mlp_only_layers=[])
     model.config.num_experts = 9

@@ -1,5 +1,6 @@
 """Families of other distributions, found by their entry points: each test writes one as an installer would."""
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from contracts.errors import ConfigError
 from engine.loader import load_engine
 from models.registry import family_of, installed_families
 from tests.engine.driving import answers, greedy, random_prompts, settings
-from tests.engine.tiny_models import VOCAB, change_config, save_tiny
+from tests.engine.tiny_models import VOCAB, save_tiny
 
 ACORN = """
 from models.family import Family, TensorNames
@@ -20,7 +21,11 @@ def read(config, source):
     return {"norm_eps": config["epsilon"]}
 
 FAMILY = Family(
-    "AcornForCausalLM", "acorn", read=read, names=TensorNames(renamed=(("oak.", "model."), (".query.", ".q_proj.")))
+    "AcornForCausalLM",
+    "acorn",
+    read=read,
+    names=TensorNames(renamed=(("oak.", "model."), (".query.", ".q_proj."))),
+    defaults={"rms_norm_eps": 1e-6},
 )
 NO_FAMILY = 3
 """
@@ -55,7 +60,9 @@ def test_a_family_of_another_distribution_is_served(install: Install, tmp_path: 
     file = folder / "model.safetensors"
     renamed = {name.replace("model.", "oak.").replace(".q_proj.", ".query."): t for name, t in load_file(file).items()}
     save_file(renamed, file)
-    change_config(folder, {"architectures": ["AcornForCausalLM"], "rms_norm_eps": 1e-6, "epsilon": 1e-3})
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"architectures": ["AcornForCausalLM"], "epsilon": config.pop("rms_norm_eps")}
+    (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match="'AcornForCausalLM' is not supported"):
         open_checkpoint(str(folder))
     installed_families.cache_clear()

@@ -13,7 +13,7 @@ from bench.models.eagle3_reference import Eagle3Reference
 from bench.models.model_folder import TINY, write_folder
 from checkpoint import open_checkpoint
 from checkpoint.huggingface.eagle3_folder import open_eagle3
-from models.config import ModelConfig
+from models.config import LongRopeScaling, ModelConfig
 from tools.eagle3 import train
 from tools.eagle3.acceptance import Acceptance, PromptLookup, draft_hits, head_acceptance
 from tools.eagle3.corpus import Corpus
@@ -71,6 +71,21 @@ def greedy(target: TargetModel, prompt: list[int], count: int) -> list[int]:
         if tokens[-1] == 7:
             break
     return tokens
+
+
+def test_a_target_with_longrope_turns_by_the_factors_of_its_longest_context(folder: Path) -> None:
+    checkpoint, factors = open_checkpoint(str(folder)), tuple(map(float, range(1, 9)))
+    scalings = {
+        "long": LongRopeScaling((1.0,) * 8, factors, 64, 1.1),
+        "same": LongRopeScaling(factors, factors, 64, 1.1),
+        "short": LongRopeScaling((1.0,) * 8, (1.0,) * 8, 64, 1.1),
+    }
+    tokens, found = torch.arange(20)[None], {}
+    for name, scaling in scalings.items():
+        config = replace(checkpoint.config, rope_scaling=scaling)
+        target = TargetModel(replace(checkpoint, config=config), CPU, torch.float32)
+        found[name] = target.rows(tokens).final
+    assert torch.equal(found["long"], found["same"]) and not torch.allclose(found["long"], found["short"])
 
 
 def test_the_writer_writes_what_whole_passes_choose(target: TargetModel) -> None:

@@ -53,7 +53,8 @@ class TargetModel:
     """A Llama: norms, rotary attention with shared KV heads, a gated MLP."""
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
-        self.config = config = checkpoint.config
+        # As a worker that serves it whole: LongRoPE has factors by the longest context.
+        self.config = config = checkpoint.config.for_context(checkpoint.config.max_model_len)
         _refuse_others(config)
         tensors = ModelTensors(config, open_weights(checkpoint), interleaved=False)
         self.device, self.dtype = device, dtype
