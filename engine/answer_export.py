@@ -49,7 +49,8 @@ class AnswerExport:
         if sequence.lease is None:
             raise OutOfBlocks("the answer has no KV blocks now")
         blocks = sequence.blocks[: sequence.num_computed // self._pool.block_size]
-        if not groups.pin(sequence.lease, blocks, num_known, most_tokens):
+        longest = max(most_tokens, _longest(sequence))
+        if not groups.pin(sequence.lease, blocks, num_known, most_tokens, longest):
             raise OutOfBlocks("the KV cache has no room for a window that grows, or has lost its begin")
         self._table.outgoing_readers[request_id] = OutgoingReader([], sequence.lease)
 
@@ -125,11 +126,15 @@ class AnswerExport:
 
     def _let_go(self, reader: OutgoingReader, sequence: Sequence | None) -> None:
         if sequence is not None and sequence.lease is reader.lease:
-            most_tokens = max(len(sequence.tokens), sequence.answer_start + sequence.sampling.max_tokens)
-            self._pool.groups.unpin(reader.lease, sequence.num_computed, most_tokens)
+            self._pool.groups.unpin(reader.lease, sequence.num_computed, _longest(sequence))
         else:
             self._pool.groups.end(reader.lease)
         self._pool.release(reader.blocks)
+
+
+def _longest(sequence: Sequence) -> int:
+    """Return the most tokens that a sequence may have."""
+    return max(len(sequence.tokens), sequence.answer_start + sequence.sampling.max_tokens)
 
 
 def _is_moving(sequence: Sequence) -> bool:

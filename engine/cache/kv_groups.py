@@ -249,14 +249,10 @@ class KVGroups:
 
     def settle(self, lease: PageLease, num_tokens: int) -> None:
         """Let go what a continuation behind `num_tokens` does not need, unless it is pinned."""
-        num_tokens = num_tokens if lease.pinned is None else min(num_tokens, lease.pinned)
         for number, (index, _) in enumerate(self._groups):
             start = self._start(index, num_tokens // self._layout.block_size)
-            if start - 1 not in lease.held[number]:
-                continue
-            branches = [range(self._start(index, end), end) for end in lease.branches]
-            for place in [place for place in lease.held[number] if place < start]:
-                self._let_go(lease, number, place, is_passed=not any(place in branch for branch in branches))
+            if start - 1 in lease.held[number]:
+                self._pass(lease, number, start)
 
     def drop_behind(self, lease: PageLease, num_blocks: int) -> None:
         """Let go the pages of all but the first blocks of a sequence."""
@@ -264,13 +260,17 @@ class KVGroups:
             for place in [place for place in held if place >= num_blocks]:
                 self._let_go(lease, number, place, is_passed=True)
 
-    def pin(self, lease: PageLease, blocks: Sequence[int], num_tokens: int, most_tokens: int) -> bool:
+    def pin(self, lease: PageLease, blocks: Sequence[int], num_tokens: int, most_tokens: int, longest: int) -> bool:
         """Keep what a continuation behind `num_tokens` needs for one more owner, as it grows to `most_tokens`.
 
-        `blocks`: the sequence's, all of whose tokens are computed. False, and nothing changes, if some of it is gone or
-        there is no room for what comes.
+        `blocks`: the sequence's, all of whose tokens are computed. It goes on beyond, up to `longest`, if its other
+        owner takes its time. False, and nothing changes, if some of it is gone or there is no room for what comes.
         """
-        quotas = self._quotas(most_tokens, self._layout.num_blocks(most_tokens - num_tokens))
+        pinned, growth = range(num_tokens, most_tokens), self._layout.num_blocks(longest - num_tokens)
+        quotas: list[int] = []
+        for number, (index, _) in enumerate(self._groups):
+            num_more = min(growth, len(self._places(index, pinned)))
+            quotas.append(max(lease.quotas[number], self._quotas(longest, num_more)[number]))
         before = [lease.weight(number) for number in range(len(self._groups))]
         has_room = all(
             quota - weight <= table.num_spare
@@ -278,7 +278,7 @@ class KVGroups:
         )
         if not has_room or self.usable_before(blocks, num_tokens) < len(blocks):
             return False
-        lease.pinned, lease.quotas, end = num_tokens, quotas, len(blocks) * self._layout.block_size
+        lease.pinned, lease.quotas, end = pinned, quotas, len(blocks) * self._layout.block_size
         for number, (_, table) in enumerate(self._groups):
             self._promise(table, lease.weight(number) - before[number])
         self.cover(lease, blocks, num_tokens, end, end)
@@ -288,7 +288,8 @@ class KVGroups:
     def unpin(self, lease: PageLease, num_tokens: int, most_tokens: int) -> None:
         """Keep for the other owners what a sequence of `num_tokens`, and `most_tokens` at most, needs."""
         lease.pinned = None
-        self.settle(lease, num_tokens)
+        for number, (index, _) in enumerate(self._groups):  # there may be a gap between what was pinned and its window
+            self._pass(lease, number, self._start(index, num_tokens // self._layout.block_size))
         self.narrow(lease, most_tokens)
         self.end(lease)
 
@@ -334,6 +335,14 @@ class KVGroups:
             promised = 0 if table.is_whole else sum(lease.weight(number) for lease in known)
             assert table.promised == promised, f"{table.promised} pages are promised, {promised} to known leases"
 
+    def _pass(self, lease: PageLease, number: int, start: int) -> None:
+        """Let go the pages before block `start`, but for those that are pinned."""
+        index = self._groups[number][0]
+        kept = range(0) if lease.pinned is None else self._places(index, lease.pinned)
+        branches = [range(self._start(index, end), end) for end in lease.branches]
+        for place in [place for place in lease.held[number] if place < start and place not in kept]:
+            self._let_go(lease, number, place, is_passed=not any(place in branch for branch in branches))
+
     def _let_go(self, lease: PageLease, number: int, place: int, is_passed: bool) -> None:
         table, before = self._groups[number][1], lease.weight(number)
         table.let_go(lease.held[number].pop(place), is_passed)
@@ -353,6 +362,11 @@ class KVGroups:
             0 if table.is_whole else min(most, need + num_more)
             for need, (_, table) in zip(needs, self._groups, strict=True)
         ]
+
+    def _places(self, index: int, pinned: range) -> range:
+        """Return the blocks that are pinned in a group; see PageLease."""
+        first = self._start(index, pinned.start // self._layout.block_size)
+        return range(first, self._layout.num_blocks(pinned.stop))
 
     def _start(self, index: int, num_blocks: int) -> int:
         """Return the first block whose page a continuation behind so many needs."""

@@ -176,18 +176,18 @@ def _plans(rows: AttentionChunks, decodes: np.ndarray, heads: HeadShape, cache: 
     """
     short, long, windowed = cache.part(True), cache.part(False), None
     if heads.segment:  # the tokens of a draft may be in several
-        by_segment = cut(_in_part(rows, short), heads.segment, cache.layout.block_size)
+        by_segment = cut(_in_part(rows, short, cache), heads.segment, cache.layout.block_size)
         windowed = _plan(by_segment, np.ones(decodes.sum(), np.int64), heads, short.cache, 0)
     elif heads.window:
-        windowed = _plan(_in_part(rows, short), decodes, heads, short.cache, heads.window)
+        windowed = _plan(_in_part(rows, short, cache), decodes, heads, short.cache, heads.window)
     if windowed is not None and long.table is not None:  # all layers have a window
         return AttentionPlans(windowed, windowed)
-    return AttentionPlans(_plan(_in_part(rows, long), decodes, heads, long.cache, 0), windowed)
+    return AttentionPlans(_plan(_in_part(rows, long, cache), decodes, heads, long.cache, 0), windowed)
 
 
-def _in_part(rows: AttentionChunks, part: CachePart) -> AttentionChunks:
+def _in_part(rows: AttentionChunks, part: CachePart, cache: AnyKVCache) -> AttentionChunks:
     """Return the rows with the pages that their blocks have in a part of the cache."""
-    return replace(rows, tables=part.read_pages(rows.tables))
+    return replace(rows, tables=part.read_pages(rows.tables, rows.starts // cache.layout.block_size))
 
 
 def _write_index(blocks: np.ndarray, positions: np.ndarray, cache: AnyKVCache) -> WriteIndex:
@@ -225,9 +225,10 @@ def _by_size(decodes: np.ndarray, array: np.ndarray) -> list[np.ndarray]:
 
 
 def _tables(pieces: SequenceOf[ScheduledChunk]) -> np.ndarray:
-    """Block tables `[N, longest]`, padded with block 0, whose content is masked where it pads."""
-    tables = np.zeros((len(pieces), max(len(piece.sequence.blocks) for piece in pieces)), np.int64)
+    """Block tables `[N, longest]`, padded with each one's first block, masked where it pads."""
+    tables = np.empty((len(pieces), max(len(piece.sequence.blocks) for piece in pieces)), np.int64)
     for row, piece in zip(tables, pieces, strict=True):
+        row[:] = piece.sequence.blocks[0]
         row[: len(piece.sequence.blocks)] = piece.sequence.blocks
     return tables
 

@@ -8,7 +8,7 @@ import torch
 
 from contracts.ids import BlockId
 from contracts.layout import KVLayout
-from engine.cache.kv_groups import GroupPageTable
+from engine.cache.kv_groups import ABSENT, GroupPageTable
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -20,9 +20,16 @@ class CachePart:
     cache: "KVCache"
     table: GroupPageTable | None = None
 
-    def read_pages(self, blocks: np.ndarray) -> np.ndarray:
-        """Return the pages of blocks; any where one has none, since what is read there is masked."""
-        return blocks if self.table is None else np.maximum(self.table.page_of[blocks], 0).astype(np.int64)
+    def read_pages(self, tables: np.ndarray, columns: np.ndarray) -> np.ndarray:
+        """Return the pages of blocks `[N, n]`, each row those of a sequence.
+
+        Where one has none, it is that of the row's block at `columns` `[N]`, which has one. What is read there is
+        masked, but a NaN in a page of somebody else's would show nevertheless.
+        """
+        if self.table is None:
+            return tables
+        pages = self.table.page_of[tables].astype(np.int64)
+        return np.where(pages == ABSENT, np.take_along_axis(pages, columns[:, None], axis=1), pages)
 
     def written_pages(self, blocks: np.ndarray) -> np.ndarray:
         """Return the pages of blocks, which have one."""

@@ -231,6 +231,7 @@ class Scheduler:
         """Hold the pages of groups of short life that computing a chunk reads and writes."""
         sequence, first = piece.sequence, piece.first_token
         if sequence.lease is not None:
+            self._pool.groups.settle(sequence.lease, first)  # of drafts, more were accepted since the last step
             self._pool.groups.cover(sequence.lease, sequence.blocks, first, first, first + piece.num_rows)
 
     def _make_room(self, sequence: Sequence) -> bool:

@@ -16,6 +16,7 @@ from engine.cache.kv_groups import pages_of_sequence
 from engine.engine import Engine
 from engine.loader import load_engine
 from engine.messages import ChunkDone, Reservation
+from engine.page_lease import PageLease
 from tests.engine.driving import answers, drain, greedy, random_prompts, request, settings, tokens_of
 from tests.engine.tiny_models import VOCAB, save_tiny
 
@@ -131,12 +132,48 @@ def test_each_turn_of_a_conversation_finds_the_one_before(windowed):
     assert min(shares[1:]) >= 0.75 and min(shares[5:]) >= 0.9  # a block of 16 tokens is the most that is lost
 
 
-def test_drafts_change_nothing(windowed):
+@pytest.mark.parametrize("num_draft", [5, 16])
+def test_drafts_change_nothing(windowed, num_draft):
     folder, prompts, expected = windowed
-    engine = few(folder, speculate="ngram", draft_tokens=5, adapts_drafts=False)
+    engine = few(folder, 24, speculate="ngram", draft_tokens=num_draft, adapts_drafts=False)
     repeated = [prompt * 3 for prompt in prompts[1:5]]
     assert answers(engine, repeated, greedy(60)) == answers(few(folder), repeated, greedy(60))
     assert engine.stats().num_drafts > 0 and answers(engine, prompts, greedy()) == expected
+
+
+def test_drafts_that_are_accepted_take_no_more_pages_than_were_promised(windowed, monkeypatch):
+    folder, prompts, _ = windowed
+    changes = {"speculate": "ngram", "draft_tokens": 16, "adapts_drafts": False, "synthetic_acceptance": 16.0}
+    engine, over = few(folder, 24, **changes), []
+    cover = engine.groups.cover
+
+    def watched(lease: PageLease, *facts) -> None:
+        cover(lease, *facts)
+        if engine.sequences["a"].is_decoding:
+            over.append(len(lease.held[0]) - lease.quotas[0])
+
+    monkeypatch.setattr(engine.groups, "cover", watched)
+    engine.submit(request("a", prompts[2] * 3, greedy(250)))
+    drain(engine)
+    assert engine.stats().num_drafts > 9 and max(over) == 0
+
+
+def test_what_others_left_in_a_page_changes_no_answer(windowed):
+    """Not even NaN, where a table is padded or a block has no page any more."""
+    folder, prompts, expected = windowed
+    engine, outputs = few(folder, 60), []
+    assert answers(engine, prompts[3:4], greedy(1)) == [expected[3][:1]]
+    assert 0 not in page_table(engine)._free  # pages and blocks are taken from 0 on
+    for group in engine.transfer_pool:
+        group[:, 0] = 0xFF
+    for name, index in (("a", 4), ("b", 6)):
+        engine.submit(request(name, prompts[index], greedy()))
+    while engine.has_work():
+        outputs.append(engine.step())
+        both = [engine.sequences.get(name) for name in "ab"]
+        assert not any(sequence and 0 in sequence.blocks for sequence in both)
+        assert page_table(engine)._holds[0] == 0
+    assert [tokens_of(outputs, name) for name in "ab"] == [expected[4], expected[6]]
 
 
 def test_whole_blocks_are_kept_where_tiers_need_them(windowed):
@@ -268,6 +305,29 @@ def test_an_answer_whose_window_has_no_room_to_grow_does_not_move(windowed):
     engine.exports.reader_ended("a")
     engine.check()
     drain(engine)
+
+
+def test_an_answer_goes_on_beyond_a_move_that_was_given_up(windowed):
+    folder, prompts, _ = windowed
+    engine, prompt = few(folder, 30), prompts[3]
+    alone = answers(load_engine(settings(model=str(folder))), [prompt], greedy(250))[0]
+    engine.submit(request("a", prompt, greedy(250)))
+    tokens: list[int] = []
+
+    def step(until: int) -> None:
+        while engine.has_work() and len(tokens) < until:
+            tokens.extend(s.token.token_id for s in engine.step().sampled)
+            engine.check()
+            if tokens and (sequence := engine.sequences.get("a")) and sequence.lease:
+                assert len(sequence.lease.held[0]) <= sequence.lease.quotas[0]
+
+    step(3)
+    engine.exports.begin("a", len(prompt) + 3, len(prompt) + 20)
+    step(120)
+    engine.exports.reader_ended("a")
+    assert page_table(engine).num_held <= pages_of_sequence(engine.layout, short_group(engine))
+    step(250)
+    assert tokens == alone and page_table(engine).num_held == 0
 
 
 def test_blocks_that_a_peer_reads_are_those_behind_which_it_can_go_on(windowed):

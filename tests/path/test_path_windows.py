@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 
 from bench.models.transformers_oracle import greedy as oracle_greedy
+from contracts.handoff import PrefixRequest
 from contracts.hashing import chain_hashes
+from contracts.ids import Epoch, RequestId
 from contracts.layout import KVLayout
 from contracts.node import WorkerRole
 from engine.engine import Engine
 from engine.loader import load_engine
+from kv_transfer.events import MessageReceived
 from tests.engine.driving import answers, greedy, random_prompts, settings
 from tests.engine.tiny_models import VOCAB, save_tiny
 from tests.path.cores import Cores
@@ -108,6 +111,26 @@ def test_a_prefix_is_pulled_with_its_window(model) -> None:
         assert num_held(prefill.engine) == num_held(mixed.engine) == 0
         digests = chain_hashes(text, SIZE)
         assert prefill.engine.prefix_exports.count(digests) == len(digests)
+    finally:
+        pool.close()
+
+
+def test_blocks_from_before_the_first_token_on_are_refused(model) -> None:
+    pool = Pool(model[0], "tcp", WorkerRole.PREFILL, WorkerRole.MIXED, **FEW)
+    prefill, mixed = (pool.workers[role] for role in (WorkerRole.PREFILL, WorkerRole.MIXED))
+    try:
+        until(lambda: prefill.node.ensure_link(mixed.ref) and mixed.node.ensure_link(prefill.ref))
+        pool.ask(pool.job(PROMPTS[5], mixed, mixed))
+        layout, digests = mixed.engine.layout, chain_hashes(PROMPTS[5], SIZE)
+        facts = {"reader": prefill.ref, "shared_id": layout.shared_id, "digests": digests[0]}
+        prefixes = pool.prefixes[WorkerRole.MIXED]
+        for epoch, first_token in enumerate((-1000 * SIZE, -SIZE)):
+            asked = PrefixRequest(RequestId("x"), Epoch(epoch), first_token=first_token, **facts)
+            prefixes.takes(MessageReceived(prefill.ref.worker_id, asked), 0.0)
+            assert prefixes.is_idle() and num_held(mixed.engine) == 0
+        asked = PrefixRequest(RequestId("x"), Epoch(9), first_token=0, **facts)
+        prefixes.takes(MessageReceived(prefill.ref.worker_id, asked), 0.0)
+        assert not prefixes.is_idle()
     finally:
         pool.close()
 

@@ -194,7 +194,8 @@ class PrefixServer:
             return f"reader is {request.reader.worker_id}; the request came from {peer_id}"
         if not self._node.ensure_link(request.reader):
             return "there is no link to the reader yet"
-        if request.first_token % self._engine.layout.block_size or len(request.digests) % DIGEST_NBYTES:
+        first, size = request.first_token, self._engine.layout.block_size
+        if first < 0 or first % size or len(request.digests) % DIGEST_NBYTES:
             return "first_token or digests are not those of whole blocks"
         id_ = request.request_id, request.epoch
         if id_ in self._open or id_ in self._draining:

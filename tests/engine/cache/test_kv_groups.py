@@ -129,6 +129,36 @@ def test_no_lease_is_opened_that_could_lack_a_page():
     assert groups.open(MAX_TOKENS) is not None and groups.open(SIZE) is None
 
 
+@pytest.mark.parametrize(
+    ("known", "most", "computed"), [(13, 20, 13), (13, 20, 18), (21, 24, 25), (5, 5, 5), (30, 60, 33)]
+)
+def test_a_sequence_that_goes_on_beyond_what_is_pinned_keeps_within_its_quota(known, most, computed):
+    _, groups, tables = make(20, 20, draft=SIZE)
+    longest, blocks = 88, range(NUM_BLOCKS)
+    lease = groups.open(longest)
+    assert lease is not None
+    for end in range(1, computed + 1):
+        groups.cover(lease, blocks, end - 1, end - 1, end)
+        groups.settle(lease, known if end > known else end)
+    before = list(lease.quotas)
+    assert groups.pin(lease, blocks[: computed // SIZE], known, most, longest)
+    kept = [range(LAYOUT.first_needed(index, known) // SIZE, -(-most // SIZE)) for index in (1, 2)]
+    for end in range(computed, longest - SIZE):
+        groups.cover(lease, blocks, end, end, end + 1 + SIZE)
+        groups.settle(lease, end + 1)
+        groups.drop_behind(lease, -(-(end + 2) // SIZE))
+        for number, held in enumerate(lease.held):
+            assert len(held) <= lease.quotas[number]
+            assert all(place in held for place in kept[number] if place * SIZE < end)
+    groups.unpin(lease, longest - SIZE, longest)
+    assert lease.quotas == before and all(len(held) <= quota for held, quota in zip(lease.held, before, strict=True))
+    for number, index in enumerate((1, 2)):
+        assert min(lease.held[number], default=99) >= LAYOUT.first_needed(index, longest - SIZE) // SIZE
+    groups.check([lease])
+    groups.end(lease)
+    assert tables[0].num_held == tables[1].num_held == tables[0].promised == tables[1].promised == 0
+
+
 def test_a_page_that_was_lost_is_noticed():
     _, groups, (window, _) = make(NUM_BLOCKS, NUM_BLOCKS)
     lease = groups.open(MAX_TOKENS)
