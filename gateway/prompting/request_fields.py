@@ -26,6 +26,9 @@ Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=20)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+PromptLimit = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
+"""The most tokens of a prompt; -1: as many as leave room for the answer."""
+Side = Literal["left", "right"]
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 
 
@@ -61,10 +64,10 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
-    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    truncation_side: Literal["left", "right"] | None = None
+    truncate_prompt_tokens: PromptLimit | None = None
+    truncation_side: Side | None = None
     priority: Int64 | None = None
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
+    cache_salt: Word | None = None
     request_id: RequestId | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -122,10 +125,10 @@ class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Count | None = None
     add_special_tokens: bool | None = None
-    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    truncation_side: Literal["left", "right"] | None = None
+    truncate_prompt_tokens: PromptLimit | None = None
+    truncation_side: Side | None = None
     priority: Int64 | None = None
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
+    cache_salt: Word | None = None
     request_id: RequestId | None = None
 
 

@@ -526,7 +526,7 @@ def test_yarn_lengthens_the_context(stated, changes, length):
 
 
 def test_a_context_in_dual_chunks_ends_with_the_first():
-    """Behind it positions are not those of plain attention, which would give wrong text."""
+    """Positions behind it are not those of plain attention, which would give wrong text."""
     chunks = {"chunk_size": 262144, "local_size": 8192, "original_max_position_embeddings": 262144}
     config = {**CONFIG, "architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 1010000}
     assert model_config(config, "x").max_model_len == 1010000
