@@ -12,9 +12,11 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from contracts.ids import Incarnation, WorkerId
+from contracts.layout import KVGroup, KVLayout
 from coordinator.metrics import RedisTimes
 from coordinator.metrics import render as coordinator_text
 from coordinator.store.store import Counts
+from engine.cache.kv_groups import GroupPageTable, KVGroups
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.observability.metrics import Metrics
 from kv_transfer.events import LevelStats, LinkStats
@@ -58,6 +60,8 @@ def _worker(side: Side) -> bytes:
     me = WorkerId("d")
     facts = me, side.engine, side.node, side.ledger
     side.engine.prefix_exports = None  # which the twin lacks, and nobody asks here
+    window = KVGroup(layers=(0,), num_kv_heads=1, head_dim=4, block_size=4, dtype="float32", kind="window", span=4)
+    side.engine.groups = KVGroups(KVLayout(model="m", block_size=4, groups=(window,)), [GroupPageTable(1, 1)])
     peers = PeerPrefixes(*facts, side.roles, lambda: 0.0)
     reporter = StatusReporter(*facts, [*side.roles, MigrationSource(*facts), peers])
     with _tiers() as reporter.tiers:
