@@ -116,7 +116,8 @@ def _plan_bucket(
 ) -> TileBucket:
     first = max(tile * heads.tile - window + 1, 0) // 64 * 64 if window else 0
     columns = np.arange(first // cache.group.block_size, (tile + 1) * heads.tile // cache.group.block_size)
-    blocks = chunks.tables[owners[:, None], np.minimum(columns, chunks.tables.shape[1] - 1)]
+    last_blocks = (chunks.starts + chunks.counts - 1) // cache.group.block_size  # see plan_decode
+    blocks = chunks.tables[owners[:, None], np.minimum(columns, last_blocks[owners, None])]
     return TileBucket(
         num_tiles=len(owners),
         pages=page_index(blocks, cache.group, cache.num_blocks),

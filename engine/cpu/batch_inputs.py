@@ -33,7 +33,7 @@ class AttentionPlans:
 
 @dataclass(frozen=True)
 class WriteIndex:
-    """The rows of KVCache.rows that K and V of a batch go to, `[M * 2 * kv_heads]`. See AttentionPlans."""
+    """Rows of KVCache.rows, `2 * kv_heads` for each token. See AttentionPlans."""
 
     whole: torch.Tensor
     windowed: torch.Tensor
@@ -58,11 +58,15 @@ class Inputs:
     once, `score_rows` those whose logits are wanted part by part.
 
     The first `num_answer_rows` rows belong to answers, as do the first `num_answer_samples` of `sample_rows`.
+
+    `write_index`: where K and V of the batch go. `blank_index`: what is left of the blocks that its sequences enter, if
+    anything is. Attention reads whole blocks: what it masks weighs nothing, but a NaN would, which a former owner left.
     """
 
     token_ids_M: torch.Tensor
     positions_M: torch.Tensor
     write_index: WriteIndex
+    blank_index: WriteIndex | None
     sample_rows: torch.Tensor
     score_rows: tuple[torch.Tensor, ...]
     num_answer_rows: int
@@ -81,9 +85,9 @@ def prepare(
     The same goes for an answer's tokens that are computed again, where that kernel `computes_rows_alike`.
     """
     num_together = most_tokens(heads.group) if computes_rows_alike(cache.dtype, heads.head_dim) else 0
-    places = _places(pieces, num_together)
+    places, tables = _places(pieces, num_together), _tables(pieces)
     rows = AttentionChunks(
-        tables=_tables(pieces)[places.owners],
+        tables=tables[places.owners],
         starts=places.starts,
         counts=places.counts,
         answers=np.array([piece.is_answer for piece in pieces])[places.owners],
@@ -102,6 +106,7 @@ def prepare(
         token_ids_M=torch.from_numpy(token_ids),
         positions_M=torch.from_numpy(positions),
         write_index=_write_index(rows.tables[owners, positions // cache.layout.block_size], positions, cache),
+        blank_index=_blank_index(pieces, tables, cache),
         sample_rows=sample_rows,
         score_rows=tuple(score_rows),
         num_answer_rows=int(counts[answers].sum()),
@@ -196,6 +201,20 @@ def _write_index(blocks: np.ndarray, positions: np.ndarray, cache: AnyKVCache) -
     if windowed.cache is whole.cache:
         return WriteIndex(index, index)
     return WriteIndex(index, kv_write_index(windowed.written_pages(blocks), positions, windowed.cache))
+
+
+def _blank_index(pieces: SequenceOf[ScheduledChunk], tables: np.ndarray, cache: AnyKVCache) -> WriteIndex | None:
+    size = cache.layout.block_size
+    firsts = np.array([piece.first_token for piece in pieces])
+    ends = firsts + np.array([piece.num_rows for piece in pieces])
+    last_blocks = (ends - 1) // size
+    entered = np.flatnonzero((firsts <= last_blocks * size) & (ends % size != 0))
+    if not len(entered):
+        return None
+    counts = (-ends % size)[entered]
+    owners = np.repeat(entered, counts)
+    positions = ends[owners] + np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return _write_index(tables[owners, last_blocks[owners]], positions, cache)
 
 
 def _plan(rows: AttentionChunks, decodes: np.ndarray, heads: HeadShape, cache: KVCache, window: int) -> AttentionPlan:

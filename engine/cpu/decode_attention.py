@@ -102,7 +102,8 @@ def plan_decode(
     rows = np.repeat(np.arange(len(lengths)), num_parts)
     parts = np.arange(len(rows)) - np.repeat(np.cumsum(num_parts) - num_parts - first_parts, num_parts)
     columns = parts[:, None] * pages_per_part + np.arange(pages_per_part)
-    blocks = tables[rows[:, None], np.minimum(columns, tables.shape[1] - 1)]
+    last_blocks = (lengths_BR[:, -1] - 1) // cache.group.block_size  # those behind have a former owner's content yet
+    blocks = tables[rows[:, None], np.minimum(columns, last_blocks[rows, None])]
     positions = parts[:, None] * DECODE_PART + np.arange(DECODE_PART)
     is_seen_PRT = positions[:, None] >= seen_from_BR[rows][:, :, None]
     is_seen_PRT &= positions[:, None] < lengths_BR[rows][:, :, None]

@@ -167,7 +167,10 @@ class Decoder:
         # words of 4 where those of 8 don't make up a head.
         word = torch.int64 if self.heads.head_dim % 4 == 0 else torch.int32
         words = kv.reshape(-1, self.heads.head_dim).view(word)
-        cache.rows(index).view(word).index_copy_(0, inputs.write_index.of(layer.has_window), words)
+        rows = cache.rows(index).view(word)
+        rows.index_copy_(0, inputs.write_index.of(layer.has_window), words)
+        if inputs.blank_index is not None:
+            rows.index_fill_(0, inputs.blank_index.of(layer.has_window), 0)
         return q
 
     def _attend(

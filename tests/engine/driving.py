@@ -54,6 +54,13 @@ def tokens_of(outputs: Sequence[StepOutput], name: str) -> list[int]:
     return [token.token_id for token in sampled]
 
 
+def leave_nans(engine: Engine) -> None:
+    """Leave NaN of any float format in all free pages, as a former owner whose numbers overflowed might."""
+    pools = engine.transfer_pool
+    for pool in pools if isinstance(pools, list) else [pools]:
+        pool[:] = 0xFF
+
+
 def answers(engine: Engine, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[list[int]]:
     """Everything at once, as one batch would have it."""
     for index, prompt in enumerate(prompts):
