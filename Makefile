@@ -57,7 +57,7 @@ sanitize: dev ## the native CPU kernels' tests under AddressSanitizer and UBSan,
 	$(BIN)/python -m tools.sanitize memory $(ARGS)
 	$(BIN)/python -m tools.sanitize threads $(ARGS)
 
-clients: dev ## openai-python, litellm, LangChain and schemathesis against a pair that runs; prints a table
+clients: dev ## openai-python, anthropic, litellm, LangChain and schemathesis against a pair that runs; prints a table
 	$(BIN)/python -m tools.clients $(ARGS)
 
 bench: dev ## measure; results go to bench/results

@@ -1,6 +1,6 @@
 """The check of clients of other projects against a running pair.
 
-    python -m tools.clients [openai litellm langchain schemathesis]
+    python -m tools.clients [openai anthropic litellm langchain schemathesis]
 
 Installs requirements/clients.lock into build/clients, an environment of their own; for each client starts `tandem up`
 with the default model on a free port and runs tests/clients/check_CLIENT.py; prints a table: `make clients`.
@@ -23,6 +23,7 @@ VENV = ROOT / "build" / "clients"
 CHECKS = ROOT / "tests" / "clients"
 PACKAGES = {
     "openai": "openai",
+    "anthropic": "anthropic",
     "litellm": "litellm",
     "langchain": "langchain-openai",
     "schemathesis": "schemathesis",

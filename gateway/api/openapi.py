@@ -219,6 +219,61 @@ class ResponseReply(msgspec.Struct):
     usage: ResponseUsage
 
 
+class TextBlock(msgspec.Struct, tag_field="type", tag="text"):
+    text: str
+
+
+class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
+    thinking: str
+    signature: str
+
+
+class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use"):
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class ThinkingTokens(msgspec.Struct):
+    thinking_tokens: int
+
+
+class MessagesUsage(msgspec.Struct):
+    """`input_tokens`: of the prompt, without those of `cache_read_input_tokens`."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+    output_tokens_details: ThinkingTokens | msgspec.UnsetType = msgspec.UNSET
+
+
+class MessagesReply(msgspec.Struct):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[TextBlock | ThinkingBlock | ToolUseBlock]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
+    stop_sequence: str | None
+    usage: MessagesUsage
+
+
+class CountTokensReply(msgspec.Struct):
+    input_tokens: int
+
+
+class AnthropicErrorDetail(msgspec.Struct):
+    type: str
+    message: str
+
+
+class AnthropicErrorReply(msgspec.Struct):
+    type: Literal["error"]
+    error: AnthropicErrorDetail
+    request_id: str | msgspec.UnsetType = msgspec.UNSET
+
+
 class RenderReply(msgspec.Struct):
     """A prompt as an answer to it would begin; what is null is of vLLM's pictures and remote caches."""
 
@@ -279,16 +334,13 @@ def takes(kind: type) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema_of(kind)}}}}
 
 
-def returns(kind: Any, *, streams: bool = False) -> dict[int | str, dict[str, Any]]:
-    """Return `responses` of a route that answers with a `kind`, or with no JSON at all.
-
-    Errors have one shape everywhere.
-    """
+def returns(kind: Any, *, streams: bool = False, error: type = ErrorReply) -> dict[int | str, dict[str, Any]]:
+    """Return `responses` of a route that answers with a `kind`, or with no JSON at all."""
     content = {} if kind is None else {"application/json": {"schema": schema_of(kind)}}
     if streams:
         content["text/event-stream"] = {"schema": {"type": "string"}}
-    error = {"description": "Error", "content": {"application/json": {"schema": schema_of(ErrorReply)}}}
-    return {200: {"description": "OK", "content": content}, "default": error}
+    errors = {"description": "Error", "content": {"application/json": {"schema": schema_of(error)}}}
+    return {200: {"description": "OK", "content": content}, "default": errors}
 
 
 def schema_of(kind: Any) -> dict[str, Any]:

@@ -27,7 +27,9 @@ class ResponseFormatter(Protocol):
         """How many tokens of the pieces so far were reasoning; None if the model is not known to think aloud."""
         ...
 
-    def opening(self, index: int) -> list[dict[str, Any]]: ...
+    def opening(self, index: int, usage: Usage) -> list[dict[str, Any]]:
+        """Return what comes before the first chunk of an answer; nothing of it is in `usage`."""
+        ...
 
     def chunk(self, piece: OutputDelta) -> list[dict[str, Any]]:
         """Empty: nothing to tell yet."""
@@ -43,7 +45,13 @@ class ResponseFormatter(Protocol):
         """What follows the last chunk."""
         ...
 
-    def failure(self, error: TandemError) -> dict[str, Any]: ...
+    def failure(self, error: TandemError) -> dict[str, Any]:
+        """Return the event that ends a stream."""
+        ...
+
+    def refusal(self, error: TandemError) -> dict[str, Any]:
+        """Return the body of an error before anything was told."""
+        ...
 
     def encode(self, body: dict[str, Any]) -> bytes: ...
 
@@ -97,6 +105,9 @@ class StreamedFormatter:
     reasoning_tokens = None
 
     def failure(self, error: TandemError) -> dict[str, Any]:
+        return error_of(error)[1]
+
+    def refusal(self, error: TandemError) -> dict[str, Any]:
         return error_of(error)[1]
 
     def encode(self, body: dict[str, Any]) -> bytes:

@@ -14,9 +14,9 @@ OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/metrics", "/version", *F
 
 
 class ApiKeyMiddleware:
-    """A door for clients that show one of the keys as `Authorization: Bearer KEY`.
+    """A door for clients that show one of the keys, while what watches over the service needs none.
 
-    What watches over the service needs none.
+    They show it as `Authorization: Bearer KEY`, or as `X-Api-Key: KEY`, as Anthropic's clients do.
     `refuse` makes the response for the others, with the words that it is given.
     """
 
@@ -32,9 +32,10 @@ class ApiKeyMiddleware:
 
     def _knows(self, headers: Headers) -> bool:
         scheme, _, given = headers.get("authorization", "").partition(" ")
-        shown = given.strip().encode("latin-1")
-        matches = [hmac.compare_digest(shown, key) for key in self._keys]  # all of them: how long tells nothing
-        return any(matches) and scheme.lower() == "bearer"
+        tokens = [given] if scheme.lower() == "bearer" else []
+        shown = [token.strip().encode("latin-1") for token in (*tokens, headers.get("x-api-key", ""))]
+        # All of them: how long it takes tells nothing.
+        return any([hmac.compare_digest(one, key) for one in shown for key in self._keys])
 
 
 def _is_open(scope: Scope) -> bool:

@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 
 from contracts.errors import TandemError
+from gateway.api.anthropic.error_body import anthropic_error
 from gateway.api.error_body import OUR_FAULT, error_body, error_of, retry_headers
 from gateway.error_codes import code_of
 from gateway.http.request_ids import log_id
@@ -63,8 +64,10 @@ def _refused(
     request: Request, status: int, code: str, body: dict[str, Any], headers: Mapping[str, str] | None = None
 ) -> Response:
     """Return `body` under the id by which the log has what is said of it."""
-    request_id = log_id(request)
-    _note_end(request, request_id, status, code, body["error"]["message"])
+    request_id, message = log_id(request), body["error"]["message"]
+    _note_end(request, request_id, status, code, message)
+    if _is_anthropic(request):
+        body = anthropic_error(status, message, body["error"]["param"]) | {"request_id": request_id}
     return JSONResponse(body, status, {**(headers or {}), "X-Request-Id": request_id})
 
 
@@ -81,6 +84,15 @@ def _note_end(request: Request, request_id: str, status: int, code: str, message
     came_s = getattr(request.state, "came_s", None)
     if context.tracing is not None and came_s is not None:
         context.tracing.begin(path, request.headers).end(None, facts, came_s, time.monotonic())
+
+
+def _is_anthropic(request: Request) -> bool:
+    """Return whether the client asks as Anthropic's do, and reads errors so.
+
+    A proxy may leave its own path in front.
+    """
+    path = request.url.path.removeprefix(request.scope.get("root_path", ""))
+    return path == "/v1/messages" or path.startswith("/v1/messages/")
 
 
 def _no_path(request: Request) -> str:

@@ -8,6 +8,7 @@ import msgspec
 from fastapi import Depends, Request
 
 from contracts.errors import RequestError
+from gateway.api.anthropic.schema import CountTokensRequest, MessagesRequest
 from gateway.api.openai.schema import DetokenizeRequest, ResponsesRequest, TokenizeRequest, parse
 from gateway.http.context import AppContext
 from gateway.prompting.request_fields import ChatRequest, CompletionRequest, EmbeddingRequest
@@ -49,6 +50,8 @@ ChatBody = Annotated[ChatRequest, Depends(BodyOf(ChatRequest))]
 CompletionBody = Annotated[CompletionRequest, Depends(BodyOf(CompletionRequest))]
 ResponsesBody = Annotated[ResponsesRequest, Depends(BodyOf(ResponsesRequest))]
 EmbeddingBody = Annotated[EmbeddingRequest, Depends(BodyOf(EmbeddingRequest))]
+MessagesBody = Annotated[MessagesRequest, Depends(BodyOf(MessagesRequest))]
+CountTokensBody = Annotated[CountTokensRequest, Depends(BodyOf(CountTokensRequest))]
 TokenizeBody = Annotated[TokenizeRequest, Depends(BodyOf(TokenizeRequest))]
 DetokenizeBody = Annotated[DetokenizeRequest, Depends(BodyOf(DetokenizeRequest))]
 

@@ -10,8 +10,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from contracts.errors import TandemError
-from gateway.api.error_body import OUR_FAULT, error_of, retry_headers
+from gateway.api.error_body import OUR_FAULT, retry_headers
 from gateway.api.openai.vllm_extensions import StreamedTokenIds, add_details
+from gateway.error_codes import status_of
 from gateway.generation.generation_state import OutputDelta
 from gateway.generation.usage import Usage
 from gateway.serving.disconnect import wait_for_disconnect
@@ -82,7 +83,7 @@ class GenerationResponse(Response):
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         await self._start(send, 200, headers)
         untold = replace(serving.usage(), completion_tokens=0)  # what the first pieces add is told with them
-        bodies = [body for index in range(len(serving.answers)) for body in self._opening(index)]
+        bodies = [body for index in range(len(serving.answers)) for body in self._opening(index, untold)]
         opening = b"".join(self._event(body, untold) for body in bodies)
         while pieces:
             if data := opening + b"".join(self._chunk(piece) for piece in pieces):
@@ -91,8 +92,8 @@ class GenerationResponse(Response):
             pieces = await serving.deltas()
         await _body(send, self._closing(None), more=False)
 
-    def _opening(self, index: int) -> list[dict]:
-        bodies = self._serving.replies.opening(index)
+    def _opening(self, index: int, usage: Usage) -> list[dict]:
+        bodies = self._serving.replies.opening(index, usage)
         if self._serving.has_details:
             for body in bodies:
                 self._token_ids.open(body, index)
@@ -115,9 +116,9 @@ class GenerationResponse(Response):
         return b"".join(map(replies.encode, bodies)) + replies.ending
 
     async def _send_error(self, send: Send, error: TandemError) -> None:
-        status, body = error_of(error)
         retry = [(name.lower().encode(), value.encode()) for name, value in retry_headers(error).items()]
-        await self._send_json(send, status, msgspec.json.encode(body), retry)
+        body = msgspec.json.encode(self._serving.replies.refusal(error))
+        await self._send_json(send, status_of(error.code), body, retry)
 
     async def _send_json(self, send: Send, status: int, body: bytes, more: Sequence[tuple[bytes, bytes]] = ()) -> None:
         length = (b"content-length", str(len(body)).encode())

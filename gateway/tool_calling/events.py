@@ -1,5 +1,6 @@
 """What an answer turns out to be while it comes: things thought, things said, and calls."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -59,3 +60,13 @@ class MalformedToolCall:
 
 
 OutputEvent = ReasoningDelta | ContentDelta | ToolCallStarted | ToolCallArguments | ToolCallFinished | MalformedToolCall
+
+
+def said_if_broken(events: Sequence[OutputEvent]) -> Iterator[OutputEvent]:
+    """Yield the events of a whole answer, in which a call that broke or was cut off is text."""
+    broken = {event.index for event in events if isinstance(event, MalformedToolCall)}
+    for event in events:
+        if isinstance(event, MalformedToolCall):
+            yield ContentDelta(event.text)
+        elif not (isinstance(event, ToolCallStarted | ToolCallArguments) and event.index in broken):
+            yield event

@@ -40,7 +40,7 @@ class ChatFormatter(StreamedFormatter):
     spelling: Spelling
     fingerprint: str = ""
 
-    def opening(self, index: int) -> list[dict[str, Any]]:
+    def opening(self, index: int, usage: Usage) -> list[dict[str, Any]]:
         return [self.delta(index, {"role": "assistant", "content": ""}, (), None)]
 
     def chunk(self, piece: OutputDelta) -> list[dict[str, Any]]:
@@ -125,7 +125,7 @@ class ParsedChatFormatter:
     def reasoning_tokens(self) -> int | None:
         return None if self.reading.thinking is None else sum(read.num_thought for read in self._read.values())
 
-    def opening(self, index: int) -> list[dict[str, Any]]:
+    def opening(self, index: int, usage: Usage) -> list[dict[str, Any]]:
         """`content` is null: whether there will be any is not known."""
         return [self.chat.delta(index, {"role": "assistant", "content": None}, (), None)]
 
@@ -158,6 +158,9 @@ class ParsedChatFormatter:
 
     def failure(self, error: TandemError) -> dict[str, Any]:
         return self.chat.failure(error)
+
+    def refusal(self, error: TandemError) -> dict[str, Any]:
+        return self.chat.refusal(error)
 
     def encode(self, body: dict[str, Any]) -> bytes:
         return self.chat.encode(body)

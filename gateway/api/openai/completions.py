@@ -21,7 +21,7 @@ class CompletionFormatter(StreamedFormatter):
     spelling: Spelling
     fingerprint: str = ""
 
-    def opening(self, index: int) -> list[dict[str, Any]]:
+    def opening(self, index: int, usage: Usage) -> list[dict[str, Any]]:
         return []
 
     def chunk(self, piece: OutputDelta) -> list[dict[str, Any]]:

@@ -27,7 +27,7 @@ class EmbeddingFormatter(StreamedFormatter):
     is_normalized: bool
     is_base64: bool
 
-    def opening(self, index: int) -> list[dict[str, Any]]:
+    def opening(self, index: int, usage: Usage) -> list[dict[str, Any]]:
         return []
 
     def chunk(self, piece: OutputDelta) -> list[dict[str, Any]]:

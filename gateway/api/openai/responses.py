@@ -1,6 +1,6 @@
 """OpenAI's Responses API, as far as nothing has to be stored: one answer to what `input` holds."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
 
 import msgspec
@@ -24,6 +24,7 @@ from gateway.tool_calling.events import (
     ToolCallArguments,
     ToolCallFinished,
     ToolCallStarted,
+    said_if_broken,
 )
 from gateway.tool_calling.tool_choice import FlatCustomTool
 
@@ -62,7 +63,7 @@ class ResponsesFormatter:
             return None
         return self._read.num_thought
 
-    def opening(self, index: int) -> list[Body]:
+    def opening(self, index: int, usage: Usage) -> list[Body]:
         started = self._body("in_progress", None)
         return [
             {"type": "response.created", "response": started},
@@ -74,7 +75,7 @@ class ResponsesFormatter:
 
     def choice(self, pieces: Sequence[OutputDelta]) -> Body:
         events = [event for piece in pieces for event in self._events(piece)]
-        for event in _said_if_broken(events):
+        for event in said_if_broken(events):
             self._told(event)
         return {}
 
@@ -89,6 +90,9 @@ class ResponsesFormatter:
     def failure(self, error: TandemError) -> Body:
         status, body = error_of(error)
         return {"type": "error", "code": str(status), "message": body["error"]["message"], "param": None}
+
+    def refusal(self, error: TandemError) -> Body:
+        return error_of(error)[1]
 
     def encode(self, body: Body) -> bytes:
         numbered = body | {"sequence_number": self._num_events}
@@ -198,16 +202,6 @@ def _asked(request: ResponsesRequest) -> Body:
         "max_tool_calls": request.max_tool_calls,
         "top_logprobs": request.top_logprobs or 0,
     }
-
-
-def _said_if_broken(events: Sequence[OutputEvent]) -> Iterator[OutputEvent]:
-    """Yield the events of a whole answer, in which a call that broke or was cut off is text."""
-    broken = {event.index for event in events if isinstance(event, MalformedToolCall)}
-    for event in events:
-        if isinstance(event, MalformedToolCall):
-            yield ContentDelta(event.text)
-        elif not (isinstance(event, ToolCallStarted | ToolCallArguments) and event.index in broken):
-            yield event
 
 
 def _usage(usage: Usage) -> Body:

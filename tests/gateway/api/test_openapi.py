@@ -1,4 +1,4 @@
-"""/openapi.json says what really comes: each reply has exactly the described shape, each error the one error shape."""
+"""/openapi.json says what really comes: each reply has exactly the described shape, each error the shape of its API."""
 
 import json
 import os
@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from gateway.api import openapi
-from gateway.api.openapi import ErrorReply
+from gateway.api.openapi import AnthropicErrorReply, ErrorReply
 
 SNAPSHOT = Path(__file__).with_name("openapi.json")
 SAY = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
@@ -27,6 +27,8 @@ REPLIES = [
     ("POST", "/v1/completions", ASK | {"logprobs": 1, "echo": True, "max_tokens": 0}, openapi.TextReply),
     ("POST", "/v1/completions", ASK | {"prompt_logprobs": 1, "return_token_ids": True}, openapi.TextReply),
     ("POST", "/v1/responses", {"input": "hi", "max_output_tokens": 3}, openapi.ResponseReply),
+    ("POST", "/v1/messages", SAY, openapi.MessagesReply),
+    ("POST", "/v1/messages/count_tokens", SAY, openapi.CountTokensReply),
     ("POST", "/v1/chat/completions/render", SAY | {"n": 2, "stop": "a"}, openapi.RenderReply),
     ("POST", "/v1/completions/render", ASK | {"stream": True}, list[openapi.RenderReply]),
     ("POST", "/v1/embeddings", {"input": ["hi", "ho"]}, openapi.EmbeddingsReply),
@@ -57,7 +59,8 @@ async def test_every_endpoint_describes_its_errors(client):
     for path, operations in described.items():
         for operation in operations.values():
             schema = operation["responses"]["default"]["content"]["application/json"]["schema"]
-            assert schema == openapi.schema_of(ErrorReply), path
+            shape = AnthropicErrorReply if path.startswith("/v1/messages") else ErrorReply
+            assert schema == openapi.schema_of(shape), path
             assert "422" not in operation["responses"]
     assert {path for _, path, _, _ in REPLIES} <= described.keys()
 

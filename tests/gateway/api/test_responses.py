@@ -10,12 +10,14 @@ from contracts.sampling import SamplingParams
 from gateway.api.openai.responses import ResponsesFormatter
 from gateway.api.openai.schema import ResponsesRequest
 from gateway.generation.output_parser import parser_spec
+from gateway.generation.usage import Usage
 from gateway.tool_calling.tool_choice import Calling, FlatTool
 from tests.gateway.gateway_rig import gateway, pair
 
 pytestmark = pytest.mark.slow
 
 TOOL = {"type": "function", "name": "f"}
+NOTHING = Usage(0, 0, 0)
 WRONG = {"parameters": {"type": "object", "properties": {"x": {"type": "no"}}}}
 ALLOWED = {"type": "allowed_tools", "mode": "auto"}
 JSON = {"text": {"format": {"type": "json_object"}}}
@@ -74,7 +76,7 @@ def test_what_a_request_brings_is_not_kept_as_objects_while_it_is_answered(rig):
     del request, notes, schema, tool
     gc.collect()
     assert [end() for end in ends] == [None, None]
-    assert b'"metadata":{"a":[]}' in replies.encode(replies.opening(0)[0])
+    assert b'"metadata":{"a":[]}' in replies.encode(replies.opening(0, NOTHING)[0])
 
 
 async def test_messages_are_the_same_as_a_chat(rig, client):

@@ -184,7 +184,7 @@ def test_the_events_of_a_response_come_in_order_and_add_up_to_it(form, bits, cut
     pieces = told(form, ask, tokens(form, bits)[:cut], cut is not None)
     streamed, whole = (ResponsesFormatter("i", "m", 0, request, ask.sampling, reading) for _ in range(2))
     usage = Usage(1, len(pieces), 0)
-    events = [*streamed.opening(0), *(event for piece in pieces for event in streamed.chunk(piece))]
+    events = [*streamed.opening(0, Usage(0, 0, 0)), *(event for piece in pieces for event in streamed.chunk(piece))]
     events += streamed.closing(usage, False)
     whole.choice(pieces)
     output = events[-1]["response"]["output"]
