@@ -21,9 +21,10 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 
     A page is `[kv_heads, rows, head_dim]`. Each of the `layers` has the same `planes` of pages; the planes of the
     group are those of its first layer, in this order, then those of its second. `kind` says what the pages hold: "full"
-    is the keys and values of every token, "window" those of layers that see the newest `span` tokens, "segment" those
-    of layers that see what came since the last multiple of `span`, "draft" those of a draft head, "draft_row" the state
-    with which a draft goes on behind a block. `scales` says where quantization scales are kept ("none": not quantized).
+    is the keys and values of every token, "latent" a row for each token that is key and value of all heads (multi-head
+    latent attention), "window" those of layers that see the newest `span` tokens, "segment" those of layers that see
+    what came since the last multiple of `span`, "draft" those of a draft head, "draft_row" the state with which a draft
+    goes on behind a block. `scales` says where quantization scales are kept ("none": not quantized).
     `weights` is the fingerprint of weights that are not the model's, such as a draft head's; empty if there are none.
     """
 
@@ -47,6 +48,11 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     def is_optional(self) -> bool:
         """Return whether answers are the same without these pages, which belong to weights beside the model's."""
         return bool(self.weights)
+
+    @property
+    def are_keys(self) -> tuple[bool, ...]:
+        """Return for each plane of a layer whether attention multiplies queries by it: a codec codes those as keys."""
+        return tuple(plane in ("k", "latent") for plane in self.planes)
 
     @property
     def rows(self) -> int:
@@ -84,7 +90,8 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     The cache lies in `tp_size` shards by KV heads. Each group has one allocation `[num_planes, num_blocks,
     page_nbytes]` in each shard: the shards' parts of a block in a plane, one after the other, are the page of a cache
     with one shard. Where more GPUs than KV heads share a cache, there are copies of each shard, which do not appear
-    here. `model` is a fingerprint of configuration and weights, since the KV of one model means nothing to another.
+    here; a latent, which has one head, is whole in each of them, and its layout has one shard.
+    `model` is a fingerprint of configuration and weights, since the KV of one model means nothing to another.
     `rounding` names the number format in which weights and activations compute it, as `--dtype` does: pages of one form
     may come from several, each with values of its own.
     `block_size` is the number of tokens that the prefix cache hashes together, and at multiples of which prompts are
@@ -133,9 +140,12 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         scales: str = "none",
         tp_size: int = 1,
         rounding: str = "",
+        is_latent: bool = False,
     ) -> Self:
-        """Return the layout of a model all of whose layers are one group of full attention."""
+        """Return the layout of a model all of whose layers are one group, of full attention or of latents."""
         group = KVGroup(
+            kind="latent" if is_latent else "full",
+            planes=("latent",) if is_latent else ("k", "v"),
             layers=tuple(range(num_layers)),
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,

@@ -156,6 +156,29 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2, DeepSeek-AI 2024).
+
+    What is kept of a token is one row for all heads: a latent of `kv_rank` numbers, of which each head's key and value
+    of `value_dim` are made, and a key of `rope_dim` that is turned. A head's q and k are `nope_dim` columns that are
+    not turned and `rope_dim` that are. `q_rank`: the width of the latent that q is made of, 0 where there is none.
+    `is_interleaved`: rows of q and k have the two parts of a rotary pair side by side.
+    """
+
+    q_rank: int
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    is_interleaved: bool = True
+
+    @property
+    def width(self) -> int:
+        """The numbers of the row that is kept of a token."""
+        return self.kv_rank + self.rope_dim
+
+
+@dataclass(frozen=True)
 class AttentionTemperature:
     """The growth of attention's temperature over long texts (Nakanishi 2025, as Llama 4 has it).
 
@@ -178,7 +201,7 @@ class ModelConfig:
     normalised without gains. `joint_qk_norm`: q and k are normalised over all heads together.
 
     `rotary_dim`: so many columns of a head are turned, 0 for all. `window_rope`: that of windowed layers, where it is
-    another.
+    another. `latent`: all heads share a row of it, the one KV head; `head_dim` is the width of their q.
     """
 
     family: str
@@ -211,6 +234,12 @@ class ModelConfig:
     norms: NormPlacement = NormPlacement.BEFORE
     activation: Activation = Activation.SILU
     multipliers: Multipliers = Multipliers()
+    latent: LatentAttention | None = None
+
+    @property
+    def kv_width(self) -> int:
+        """The numbers that a layer keeps of a token: K and V of each KV head, or a latent."""
+        return 2 * self.num_kv_heads * self.head_dim if self.latent is None else self.latent.width
 
     @property
     def rotary_width(self) -> int:

@@ -49,15 +49,8 @@ def kv_layout(
     are a group of their own; else all layers are one.
     """
     config = checkpoint.config
-    layout = KVLayout.uniform(
-        model=f"{_fingerprint(config)}-{weights_fingerprint(checkpoint.path)}{variant}",
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        block_size=block_size,
-        dtype=dtype,
-        rounding=rounding,
-    )
+    model = f"{_fingerprint(config)}-{weights_fingerprint(checkpoint.path)}{variant}"
+    layout = one_group_layout(config, block_size, dtype, model, rounding)
     if not by_span or not config.windowed_layers:
         return layout
     (whole,) = layout.groups
@@ -66,6 +59,20 @@ def kv_layout(
     short = msgspec.structs.replace(whole, kind=kind, span=span, layers=config.windowed_layers)
     groups = (msgspec.structs.replace(whole, layers=full), short) if full else (short,)
     return msgspec.structs.replace(layout, groups=groups)
+
+
+def one_group_layout(config: ModelConfig, block_size: int, dtype: str, model: str = "", rounding: str = "") -> KVLayout:
+    """Return the layout of a model all of whose layers are one group."""
+    return KVLayout.uniform(
+        model=model,
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim if config.latent is None else config.latent.width,
+        block_size=block_size,
+        dtype=dtype,
+        rounding=rounding,
+        is_latent=config.latent is not None,
+    )
 
 
 def _fingerprint(config: ModelConfig) -> str:

@@ -144,7 +144,8 @@ def attend(
 ) -> torch.Tensor:
     """Attention of every row, of which there may be none, over its own sequence, `[M, H * D]`.
 
-    `pages` is KVCache.pages of the layer; `sinks_KG` are logits of a token that each head sees and that gives nothing.
+    `pages` is KVCache.pages of the layer; a latent is key and value. `sinks_KG` are logits of a token that each head
+    sees and that gives nothing.
     """
     if not len(q_MHD):
         return q_MHD.flatten(1)
@@ -169,7 +170,9 @@ def _tiles(
         q_NKRD *= heads.scale
     counts = [bucket.num_tiles for bucket in plan.buckets]
     for bucket, q, out in zip(plan.buckets, q_NKRD.split(counts), out_NKRD.split(counts), strict=True):
-        k, v = pages.index_select(0, bucket.pages).view(2, len(q), kv_heads, -1, heads.head_dim)
+        kv = pages.index_select(0, bucket.pages)
+        kv = kv.view(-1, len(q), kv_heads, bucket.mask_RT.shape[1], heads.head_dim)
+        k, v = kv[0], kv[-1]  # a latent is both
         if multiplies:
             # Only the newest tile is masked.
             _multiply(q, k, v, bucket.mask_RT[:, -heads.tile :], out)

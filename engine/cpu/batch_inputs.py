@@ -33,7 +33,7 @@ class AttentionPlans:
 
 @dataclass(frozen=True)
 class WriteIndex:
-    """Rows of KVCache.rows, `2 * kv_heads` for each token. See AttentionPlans."""
+    """Rows of KVCache.rows, `planes * kv_heads` for each token. See AttentionPlans."""
 
     whole: torch.Tensor
     windowed: torch.Tensor
@@ -253,9 +253,9 @@ def _tables(pieces: SequenceOf[ScheduledChunk]) -> np.ndarray:
 
 
 def kv_write_index(pages: np.ndarray, positions: np.ndarray, cache: KVCache) -> torch.Tensor:
-    """Row of each (token, K or V, head) in KVCache.rows."""
+    """Row of each (token, plane, head) in KVCache.rows."""
     group = cache.group
-    planes = pages[:, None] + np.array([0, cache.num_blocks])
+    planes = pages[:, None] + np.arange(len(group.planes)) * cache.num_blocks
     heads = planes[:, :, None] * group.num_kv_heads + np.arange(group.num_kv_heads)
     rows = heads * group.block_size + (positions % group.block_size)[:, None, None]
     return torch.from_numpy(rows.reshape(-1))

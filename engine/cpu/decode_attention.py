@@ -30,8 +30,8 @@ flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 class DecodeAttentionPlan:
     """The plan for tokens of answers: R of each sequence, several for a draft or an answer computed again.
 
-    `pages` gathers `[2, P, K, part, D]`, once for all tokens of a sequence; `part_rows` is None when each sequence has
-    one part. Of the batch's rows `queries` `[B * R]` are those of the sequences, the last one again where one has
+    `pages` gathers `[planes, P, K, part, D]`, once for all tokens of a sequence; `part_rows` is None when each sequence
+    has one part. Of the batch's rows `queries` `[B * R]` are those of the sequences, the last one again where one has
     fewer, and `outputs` says where each row is among these; None where R is 1. The query rows of a KV head are the
     heads of its group, token by token.
     """
@@ -48,9 +48,10 @@ class DecodeAttentionPlan:
 
 
 def page_index(blocks: np.ndarray, group: KVGroup, num_blocks: int) -> torch.Tensor:
-    """Blocks `[N, n]` -> rows of KVCache.pages for K and then V, in the order `[2, N, K, n]`."""
+    """Blocks `[N, n]` -> rows of KVCache.pages for K and then V, or a latent, in the order `[planes, N, K, n]`."""
     heads = blocks[:, None, :] * group.num_kv_heads + np.arange(group.num_kv_heads)[None, :, None]
-    return torch.from_numpy(np.stack([heads, heads + num_blocks * group.num_kv_heads]).reshape(-1))
+    planes = np.arange(len(group.planes))[:, None, None, None] * (num_blocks * group.num_kv_heads)
+    return torch.from_numpy((planes + heads).reshape(-1))
 
 
 def most_tokens(group: int) -> int:
@@ -154,13 +155,13 @@ def attend_decodes(
     q_BHD: torch.Tensor, pages: torch.Tensor, plan: DecodeAttentionPlan, heads: HeadShape, sinks_KG: torch.Tensor | None
 ) -> torch.Tensor:
     num_parts, kv_heads, dim = plan.mask_P1RT.shape[0], heads.num_kv_heads, heads.head_dim
-    kv = pages.index_select(0, plan.pages).view(2, num_parts, kv_heads, DECODE_PART, dim)
+    kv = pages.index_select(0, plan.pages).view(-1, num_parts, kv_heads, DECODE_PART, dim)
     q_BKRD = _by_sequence(q_BHD, plan, heads)
     num_rows = q_BKRD.shape[2]
     padded = -(-num_rows // _ROW_MULTIPLE) * _ROW_MULTIPLE
     q_PKRD = q_BKRD.new_zeros(num_parts, kv_heads, padded, dim)
     q_PKRD[:, :, :num_rows] = q_BKRD if plan.part_rows is None else q_BKRD.index_select(0, plan.part_rows)
-    out, lse = flash(q_PKRD, kv[0], kv[1], 0.0, False, attn_mask=plan.mask_P1RT, scale=heads.scale)
+    out, lse = flash(q_PKRD, kv[0], kv[-1], 0.0, False, attn_mask=plan.mask_P1RT, scale=heads.scale)
     out_PKRD, lse_PKR = out[:, :, :num_rows], lse[:, :, :num_rows]
     if plan.slots_BS is not None:
         out_NSKGD = _by_token(out_PKRD[plan.slots_BS], 3, heads.group)

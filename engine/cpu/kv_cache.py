@@ -43,8 +43,8 @@ class CachePart:
 class KVCache:
     """The pages of all layers.
 
-    `[num_planes, num_blocks, page]`, plane 2 * layer is K and 2 * layer + 1 is V, page `[kv_heads, block, head_dim]`.
-    `group` is the layout's only one.
+    `[num_planes, num_blocks, page]`, plane 2 * layer is K and 2 * layer + 1 is V, page `[kv_heads, block, head_dim]`. A
+    latent is one plane a layer. `group` is the layout's only one.
     """
 
     def __init__(self, layout: KVLayout, num_blocks: int) -> None:
@@ -52,7 +52,14 @@ class KVCache:
         self.num_blocks = num_blocks
         self.dtype = TORCH_DTYPES[self.group.dtype]
         group = self.group
-        pages_THD = (group.num_layers, 2, num_blocks, group.num_kv_heads, group.block_size, group.head_dim)
+        pages_THD = (
+            group.num_layers,
+            len(group.planes),
+            num_blocks,
+            group.num_kv_heads,
+            group.block_size,
+            group.head_dim,
+        )
         # Written once now: what the cache was promised is taken from the system before the first request, so that
         # memory runs short, if it does, at start, and the next worker to size its cache sees what is really left.
         raw = torch.empty(layout.block_nbytes * num_blocks, dtype=torch.uint8).zero_()
@@ -81,10 +88,10 @@ class KVCache:
     def rows(self, layer: int) -> torch.Tensor:
         """Return K and V of a layer by rows.
 
-        `[2 * num_blocks * kv_heads * block, head_dim]`: where one head of one token is written.
+        `[planes * num_blocks * kv_heads * block, head_dim]`: where one head of one token is written.
         """
         return self._data[layer].view(-1, self.group.head_dim)
 
     def pages(self, layer: int) -> torch.Tensor:
-        """K and V of a layer as `[2 * num_blocks * kv_heads, block * head_dim]`: what attention gathers."""
+        """K and V of a layer as `[planes * num_blocks * kv_heads, block * head_dim]`: what attention gathers."""
         return self._data[layer].view(-1, self.group.block_size * self.group.head_dim)

@@ -10,7 +10,8 @@ from contracts.layout import ITEM_NBYTES
 class PageFormat:
     """The format of pages `[num_kv_heads, block_size, head_dim]` of `dtype`, a key of ITEM_NBYTES.
 
-    Keys are those that attention reads, after the rotary embedding.
+    Keys are those that attention reads, after the rotary embedding. A latent goes as keys do: attention multiplies
+    queries by it.
     """
 
     dtype: str

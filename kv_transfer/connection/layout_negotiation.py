@@ -3,6 +3,9 @@
 The tensor-parallel sizes may differ if one divides the other; and prefill's pages are rounded on the way if decode's
 are narrower. A group of layers whose weights are not the model's, such as a draft head's KV, moves if both ends have
 it, equal in every field; else it is left out.
+
+A latent has one head, which each GPU of a group has whole, so the layout of its model has one shard whatever the number
+of GPUs: between groups of other sizes nothing is cut, and each GPU of the receiver gets a copy of the same pages.
 """
 
 import math

@@ -38,9 +38,7 @@ class SegmentCodec:
             PageFormat(group.dtype, group.num_kv_heads // num_parts, group.rows, group.head_dim)
             for group in layout.groups
         ]
-        self._is_key = [
-            [name == "k" for name in group.planes] * (group.num_layers * num_parts) for group in layout.groups
-        ]
+        self._is_key = [group.are_keys * (group.num_layers * num_parts) for group in layout.groups]
         self._layout = layout
         self.stats: dict[str, LevelStats] = {}
 

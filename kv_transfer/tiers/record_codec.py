@@ -46,7 +46,7 @@ class RecordCodec:
         coded = list(takewhile(lambda each: _form(each) == _form(group), layout.model_part.groups))
         num_layers = sum(each.num_layers for each in coded)
         self._format = PageFormat(group.dtype, group.num_kv_heads * num_layers, group.block_size, group.head_dim)
-        self._runs = [PageRun(1, is_key=name == "k") for name in group.planes]
+        self._runs = [PageRun(1, is_key=is_key) for is_key in group.are_keys]
         # The planes lie layer by layer; coded are all keys, then all values.
         num_planes = num_layers * len(group.planes)
         self._order = np.arange(num_planes).reshape(num_layers, len(group.planes)).T.reshape(-1)

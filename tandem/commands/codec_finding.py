@@ -1,6 +1,6 @@
 """The finding of `tandem doctor` about the compression of KV: what each level does on this machine."""
 
-from contracts.layout import KVLayout
+from engine.cache.sizing import one_group_layout
 from kv_transfer.codecs.choice import MAX_NBYTES_PER_S
 from kv_transfer.codecs.level import LEVELS
 from kv_transfer.data_path.compression import SegmentCodec
@@ -14,14 +14,7 @@ def codec_words(config: ModelConfig) -> str:
 
     Measured for some tenths of a second, on random values in float32.
     """
-    layout = KVLayout.uniform(
-        model="",
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        block_size=BLOCK_SIZE,
-        dtype="float32",
-    )
+    layout = one_group_layout(config, BLOCK_SIZE, "float32")
     found = []
     for name, rate in SegmentCodec(layout, 1, list(LEVELS)).rates().items():
         pays_below = 8 * min(rate.encode_nbytes_per_s, rate.decode_nbytes_per_s, MAX_NBYTES_PER_S)

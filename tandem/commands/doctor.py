@@ -161,7 +161,7 @@ def _tiers(options: argparse.Namespace) -> Iterator[tuple[str, Level]]:
     if not (options.kv_host_gib or options.kv_disk or options.kv_store):
         return
     config = open_checkpoint(options.model).config
-    token_nbytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4  # in float32, the largest
+    token_nbytes = config.num_layers * config.kv_width * 4  # in float32, the largest
     for words, is_well in tier_checks.check_tiers(options, token_nbytes):
         yield words, Level.OK if is_well else Level.WARNING
 
@@ -323,7 +323,10 @@ def _speculation(options: argparse.Namespace) -> Iterator[tuple[str, Level]]:
 def _model(options: argparse.Namespace) -> Iterator[tuple[str, Level]]:
     config = (checkpoint := open_checkpoint(options.model)).config
     yield f"{checkpoint.name} at {checkpoint.path}", Level.OK
-    heads = f"{config.num_heads} heads, {config.num_kv_heads} of them for keys and values"
+    of_kv = f"{config.num_kv_heads} of them for keys and values"
+    if config.latent is not None:
+        of_kv = f"which share a latent of {config.latent.width} numbers a token"
+    heads = f"{config.num_heads} heads, {of_kv}"
     yield f"{config.num_layers} layers, {heads}, context of {config.max_model_len} tokens", Level.OK
     if config.experts is not None:
         layers = config.num_layers - len(config.experts.dense_layers)
@@ -332,10 +335,11 @@ def _model(options: argparse.Namespace) -> Iterator[tuple[str, Level]]:
     yield f"weights as stored: {stored_as(checkpoint)}", Level.OK
     if quantized := quantized_as(checkpoint):
         yield f"quantized: {quantized}; widened on load for a CPU", Level.OK
-    per_head = 2 * config.num_layers * config.head_dim * 4
-    whole, least = (f"{nbytes / 1024:.0f} KiB" for nbytes in (per_head * config.num_kv_heads, per_head))
+    token_nbytes = config.num_layers * config.kv_width * 4
+    whole, least = (f"{nbytes / 1024:.0f} KiB" for nbytes in (token_nbytes, token_nbytes // config.num_kv_heads))
     yield f"KV cache: {whole} a token in float32, half of it in bfloat16", Level.OK
-    yield f"of it one KV head's, {least}, is the least that each of several GPUs has (tensor_parallel)", Level.OK
+    if config.latent is None:
+        yield f"of it one KV head's, {least}, is the least that each of several GPUs has (tensor_parallel)", Level.OK
     if checkpoint.chat_template is None:
         yield "no chat template: it completes text, and refuses chats", Level.WARNING
 

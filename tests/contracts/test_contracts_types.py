@@ -129,6 +129,15 @@ def test_the_sizes_of_a_layout_are_those_of_its_groups():
         kv.only_group  # noqa: B018 - the access is what fails
 
 
+def test_a_latent_is_one_row_a_token():
+    latent = layout(num_kv_heads=1, head_dim=20, is_latent=True)
+    group = latent.only_group
+    assert (group.kind, group.planes, group.are_keys) == ("latent", ("latent",), (True,))
+    assert (group.num_planes, group.page_nbytes(1), latent.block_nbytes) == (2, 16 * 20 * 4, 2 * 16 * 20 * 4)
+    assert latent.first_needed(0, 100) == 0 and not group.is_short
+    assert latent.difference(layout(num_kv_heads=1, head_dim=20)) == ("groups[0].kind", "latent", "full")
+
+
 @pytest.mark.parametrize("groups", [(), (structs.replace(DRAFT, block_size=5),)])
 def test_a_layout_without_groups_or_with_blocks_that_do_not_fit_is_refused(groups):
     bad = {"model": "m", "block_size": 16, "groups": groups}

@@ -231,6 +231,13 @@ def test_pages_may_be_wanted_in_as_many_parts_as_any_peer_has_shards(
     assert conversion.part_counts(layout) == counts
 
 
+def test_a_latent_is_cut_for_no_peer() -> None:
+    """A re-shard of it is a copy: its layout is the same for any number of GPUs, each of which gets whole pages."""
+    assert conversion.part_counts(LATENT) == [1] == [conversion.num_parts(LATENT, LATENT)]
+    for size in (2, 4):
+        assert not conversion.is_possible(terms(sharded(size, LATENT)), terms(LATENT))
+
+
 @pytest.mark.parametrize("sizes", SIZES)
 def test_nothing_is_compiled_in_a_handshake(make_pair, sizes: tuple[int, int], monkeypatch) -> None:
     """It has a limit that a compiler may pass."""
@@ -247,6 +254,9 @@ def test_nothing_is_compiled_in_a_handshake(make_pair, sizes: tuple[int, int], m
 
 NARROW = LAYOUT.with_groups(dtype="float8_e4m3fn", scales="layer-x")
 WIDE = LAYOUT.with_groups(dtype="bfloat16")
+LATENT = KVLayout.uniform(
+    model="m", num_layers=2, num_kv_heads=1, head_dim=20, block_size=4, dtype="bfloat16", is_latent=True
+)
 SCALES = [0.5] * LAYOUT.only_group.num_planes
 
 
@@ -261,6 +271,7 @@ def terms(layout: KVLayout, memory: str = "cuda", scales=(), available: str = "u
         (terms(LAYOUT), [sharded(1), sharded(2), sharded(4)]),
         (terms(sharded(2)), [sharded(2), sharded(1), sharded(4)]),
         (terms(sharded(3, LAYOUT.with_groups(num_kv_heads=3))), None),
+        (terms(LATENT), [LATENT]),
         (terms(NARROW), [sharded(size, NARROW) for size in (1, 2, 4)]),
         (
             terms(NARROW, scales=SCALES),
