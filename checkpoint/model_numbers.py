@@ -2,7 +2,7 @@
 
 from checkpoint.validation import require_amount, require_count, require_head_dim
 from contracts.errors import ConfigError
-from models.config import Experts, LongRopeScaling, ModelConfig
+from models.config import Experts, LatentAttention, LongRopeScaling, ModelConfig
 
 _GGUF_NAMES = {
     "num_attention_heads": "attention.head_count",
@@ -40,10 +40,15 @@ def require_model(model: ModelConfig, file: object, is_gguf: bool = False) -> No
         raise ConfigError(
             f"{file}: {heads} is {model.num_heads}; a multiple of {kv_heads}, {model.num_kv_heads}, is expected"
         )
-    require_head_dim(model.head_dim, numbers.name("head_dim"), file)
     numbers.windows(model)
     numbers.longrope(model)
     numbers.multipliers(model)
+    if model.latent is None:
+        require_head_dim(model.head_dim, numbers.name("head_dim"), file)
+    else:
+        numbers.latent(model.latent)
+    if model.num_mtp_layers != 0:
+        numbers.count("num_nextn_predict_layers", model.num_mtp_layers)
     if model.experts is not None:
         numbers.experts(model.experts)
 
@@ -91,9 +96,22 @@ class _Numbers:
         if stated.attention is not None:
             self.amount("query_pre_attn_scalar or attention_multiplier", stated.attention)
 
+    def latent(self, latent: LatentAttention) -> None:
+        require_head_dim(latent.rope_dim, self.name("qk_rope_head_dim"), self._file)
+        self.count("kv_lora_rank", latent.kv_rank)
+        if latent.kv_rank % 2:
+            raise ConfigError(
+                f"{self._file}: {self.name('kv_lora_rank')} is {latent.kv_rank}; an even number is expected"
+            )
+        self.count("qk_nope_head_dim", latent.nope_dim)
+        self.count("v_head_dim", latent.value_dim)
+        if latent.q_rank != 0:
+            self.count("q_lora_rank", latent.q_rank)
+
     def experts(self, experts: Experts) -> None:
         self.count("num_experts or num_local_experts", experts.count)
         self.count("num_experts_per_tok", experts.top_k)
         self.count("moe_intermediate_size", experts.intermediate_size)
         if experts.shared_size != 0:
             self.count("shared_expert_intermediate_size", experts.shared_size)
+        self.amount("routed_scaling_factor", experts.scale)

@@ -90,6 +90,13 @@ class Activation(StrEnum):
     GELU_TANH = "gelu_pytorch_tanh"
 
 
+class ExpertScoring(StrEnum):
+    """What makes scores of a router's products."""
+
+    SOFTMAX = "softmax"
+    SIGMOID = "sigmoid"
+
+
 class NormPlacement(StrEnum):
     """The places of a layer's norms: before attention and MLP, after them, or on both sides."""
 
@@ -140,8 +147,11 @@ class Experts:
 
     `as_gpt_oss`: its biases, its clamped SwiGLU, and all experts of a layer in one tensor; `is_mxfp4`: these are so.
     `as_llama4`: a sigmoid of its score multiplies what goes into a token's one expert, and each token goes through a
-    shared expert of that size too. `shared_size`: the width of an expert that each token goes through besides, times a
-    sigmoid of its own score; 0: there is none.
+    shared expert of that size too. `shared_size`: the width of an expert that each token goes through besides, 0 where
+    there is none; `gates_shared`: times a sigmoid of its own score.
+
+    `scoring`: by a sigmoid, each expert has a bias that counts where experts are chosen (DeepSeek-V3). They are chosen
+    in the `top_groups` best of `num_groups` equal groups, and their weights are multiplied by `scale`.
     """
 
     count: int
@@ -153,6 +163,11 @@ class Experts:
     is_mxfp4: bool = False
     as_llama4: bool = False
     shared_size: int = 0
+    gates_shared: bool = True
+    scoring: ExpertScoring = ExpertScoring.SOFTMAX
+    num_groups: int = 1
+    top_groups: int = 1
+    scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -201,7 +216,8 @@ class ModelConfig:
     normalised without gains. `joint_qk_norm`: q and k are normalised over all heads together.
 
     `rotary_dim`: so many columns of a head are turned, 0 for all. `window_rope`: that of windowed layers, where it is
-    another. `latent`: all heads share a row of it, the one KV head; `head_dim` is the width of their q.
+    another. `latent`: all heads share a row of it, the one KV head; `head_dim` is the width of their q. Behind the
+    layers there may be weights of `num_mtp_layers` for multi-token prediction.
     """
 
     family: str
@@ -235,6 +251,7 @@ class ModelConfig:
     activation: Activation = Activation.SILU
     multipliers: Multipliers = Multipliers()
     latent: LatentAttention | None = None
+    num_mtp_layers: int = 0
 
     @property
     def kv_width(self) -> int:

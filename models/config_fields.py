@@ -29,6 +29,35 @@ def mixture(config: dict[str, Any], source: str, width: int, renormalize: bool, 
     return Experts(count, top_k, width, renormalize, tuple(dense), **features)
 
 
+def shared_mixture(config: dict[str, Any], source: str, **features: Any) -> Experts:
+    """Return the mixture of a config.json in DeepSeek's words, beside whose experts all tokens go through others.
+
+    These are as one of their width together. `features` are fields of Experts.
+    """
+    count, top_k, width = (
+        config[name] for name in ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
+    )
+    num_groups, top_groups = features.get("num_groups", 1), features.get("top_groups", 1)
+    if config.get("moe_layer_freq", 1) != 1:
+        raise ConfigError(f"{source}: moe_layer_freq is {config['moe_layer_freq']}; only 1 is supported")
+    is_whole = num_groups == 1 or (count % num_groups == 0 and count >= 2 * num_groups)
+    if not is_whole or not 1 <= top_groups <= num_groups or not 1 <= top_k <= count // num_groups * top_groups:
+        raise ConfigError(
+            f"{source}: {top_k} of {count} experts in {top_groups} of {num_groups} groups (num_experts_per_tok, "
+            "n_routed_experts, topk_group, n_group) are not supported"
+        )
+    return Experts(
+        count,
+        top_k,
+        width,
+        dense_layers=tuple(range(config["first_k_dense_replace"])),
+        shared_size=width * (config.get("n_shared_experts") or 0),
+        gates_shared=False,
+        scale=float(config.get("routed_scaling_factor", 1.0)),
+        **features,
+    )
+
+
 def gguf_mixture(metadata: dict[str, Any], source: str, renormalize: bool, **features: Any) -> Experts | None:
     """Return the mixture of a GGUF file, or None; raise ConfigError for one that can't be computed."""
     count = metadata.get("expert_count", 0)

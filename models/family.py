@@ -50,7 +50,7 @@ class GgufForm:
 
 @dataclass(frozen=True)
 class Family:
-    """`architecture` as in config.json; `gguf_architecture` as in a GGUF file.
+    """`architecture` as in config.json; `gguf_architecture` as in a GGUF file; `also`: other names in config.json.
 
     `multimodal`: the architecture of a folder whose `text_config` is of this family. `read`: fields that its
     config.json states in words of its own. `names`, `gguf`: how its weights are stored; no GGUF files are read of a
@@ -70,6 +70,7 @@ class Family:
     architecture: str
     gguf_architecture: str
     multimodal: str | None = None
+    also: tuple[str, ...] = ()
     read: ReadConfig | None = None
     names: TensorNames = TensorNames()
     gguf: GgufForm | None = None

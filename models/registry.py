@@ -33,7 +33,7 @@ def family_of(architecture: str, source: str) -> Family:
     """
 
     def is_it(name: str, family: Family) -> bool:
-        return architecture in (family.architecture, family.gguf_architecture, name)
+        return architecture in (family.architecture, *family.also, family.gguf_architecture, name)
 
     if (found := _find(is_it)) is not None:
         return found
@@ -47,7 +47,7 @@ def family_of_multimodal(architectures: Any) -> Family | None:
     def is_it(_: str, family: Family) -> bool:
         return family.multimodal is not None and architectures == [family.multimodal]
 
-    known = [family.architecture for family in FAMILIES.values()]
+    known = [each for family in FAMILIES.values() for each in (family.architecture, *family.also)]
     is_text = isinstance(architectures, list) and any(name in known for name in architectures)
     return None if is_text else _find(is_it)
 

@@ -6,7 +6,6 @@ Rows of q and k are interleaved (real and imaginary part of a rotary pair side b
 multiplication. Norm gains and sqrt(hidden) are folded into the weights that follow.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -15,9 +14,12 @@ import torch
 from engine.cpu.attention import attend
 from engine.cpu.batch_inputs import AttentionPlans, Inputs
 from engine.cpu.grouped_cache import AnyKVCache
+from engine.cpu.head_projection import Projection
 from engine.cpu.head_shape import HeadShape
+from engine.cpu.latent_attention import LatentOutput
 from engine.cpu.linear import Linear, PhasedLinear
 from engine.cpu.mlp import CpuMlp
+from engine.cpu.norms import RmsNorm
 from engine.model.rotary_embedding import attention_temperatures, rope_frequencies, rotations
 from models.config import ModelConfig, NormPlacement
 
@@ -26,17 +28,14 @@ from models.config import ModelConfig, NormPlacement
 class CpuLayerWeights:
     """Gains are times sqrt(width), or None where folded into the next linear.
 
-    Q and k have theirs only in some families. `is_rotated`: by rope. The `out` gains are of norms over what attention
-    and MLP give, where a family has such.
+    `is_rotated`: by rope. The `out` gains are of norms over what attention and MLP give, where a family has such.
     """
 
     attention_gain: torch.Tensor | None
-    qkv: PhasedLinear
-    output: PhasedLinear
+    projection: Projection
+    output: PhasedLinear | LatentOutput
     mlp_gain: torch.Tensor | None
     mlp: CpuMlp
-    q_gain: torch.Tensor | None = None
-    k_gain: torch.Tensor | None = None
     sinks_KG: torch.Tensor | None = None
     has_window: bool = False
     is_rotated: bool = True
@@ -89,18 +88,20 @@ class Decoder:
         self.heads = HeadShape(
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
+            head_dim=config.head_dim if config.latent is None else config.latent.width,
             scale=config.attention_scale,
             window=config.window,
             segment=config.segment,
             is_biased=config.qkv_bias,
         )
         self._weights, self._aux_layers = weights, aux_layers
-        self._hidden_norm = _Norm(config.hidden_size, config.norm_eps)
-        self._q_norm, self._k_norm = _head_norms(config)
+        self._hidden_norm = RmsNorm(config.hidden_size, config.norm_eps)
         self._is_normed_before = config.norms is not NormPlacement.AFTER
         self._embedding_scale = config.multipliers.embedding
+        self._has_latents = config.latent is not None
         self._rope_TD = rope_frequencies(config, max_model_len)
+        if self._has_latents:  # whose turned columns are apart from the others
+            self._rope_TD = self._rope_TD[:, : config.rotary_width // 2].contiguous()
         self._window_rope_TD = None
         if config.window_rope is not None:
             self._window_rope_TD = rotations(config.window_rope, config.rotary_width, config.head_dim, max_model_len)
@@ -160,9 +161,8 @@ class Decoder:
         index: int,
     ) -> torch.Tensor:
         """Return the rows' queries, `[M, H, D]`, and write their K and V."""
-        qkv = layer.qkv(self._before(x, layer.attention_gain), inputs.num_answer_rows)
-        qkv = self._rotate(layer, qkv.float(), rope).to(cache.dtype)
-        q, kv = qkv[:, : self.heads.num_heads], qkv[:, self.heads.num_heads :]
+        normed = self._before(x, layer.attention_gain)
+        q, kv = layer.projection(normed, rope, inputs.num_answer_rows, cache.dtype)
         # In words of 8 bytes, since index_copy_ goes element by element: a third of the time in bfloat16. In
         # words of 4 where those of 8 don't make up a head.
         word = torch.int64 if self.heads.head_dim % 4 == 0 else torch.int32
@@ -205,9 +205,14 @@ class Decoder:
         return _Turns(rope, windowed, self._no_rope(rope, positions_M) if self._has_no_rope else rope)
 
     def _rope(self, table_TD: torch.Tensor, positions_M: torch.Tensor) -> torch.Tensor:
-        """Rotations `[M, H + 2K, D / 2]`; those of v are 1, so that one multiplication serves all of qkv."""
-        num_rotated = self.heads.num_heads + self.heads.num_kv_heads
-        turns = table_TD.index_select(0, positions_M)[:, None].expand(-1, num_rotated, -1)
+        """Rotations `[M, H + 2K, D / 2]`; those of v are 1, so that one multiplication serves all of qkv.
+
+        With latents `[M, 1, R / 2]`, of the columns of q and k that are turned.
+        """
+        turns = table_TD.index_select(0, positions_M)[:, None]
+        if self._has_latents:
+            return turns
+        turns = turns.expand(-1, self.heads.num_heads + self.heads.num_kv_heads, -1)
         ones = turns.new_ones(len(positions_M), self.heads.num_kv_heads, turns.shape[2])
         return torch.cat([turns, ones], 1)
 
@@ -218,23 +223,10 @@ class Decoder:
             still[:, : self.heads.num_heads] *= self._attention_temperatures_T[positions_M][:, None, None]
         return still
 
-    def _rotate(self, layer: CpuLayerWeights, qkv: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
-        """`[M, (H + 2K) * D]` -> `[M, H + 2K, D]` with q and k turned by their position."""
-        qkv_MHD = qkv.view(len(qkv), -1, self.heads.head_dim)
-        if layer.q_gain is not None:
-            qkv_MHD = self._normalise_heads(layer, qkv_MHD)
-        pairs = torch.view_as_complex(qkv_MHD.view(len(qkv), qkv_MHD.shape[1], -1, 2))
-        return torch.view_as_real(pairs * rope).view_as(qkv_MHD)
-
-    def _normalise_heads(self, layer: CpuLayerWeights, qkv_MHD: torch.Tensor) -> torch.Tensor:
-        num_heads, num_kv = self.heads.num_heads, self.heads.num_kv_heads
-        q, k, v = qkv_MHD.split([num_heads, num_kv, num_kv], 1)
-        return torch.cat([self._q_norm(q, layer.q_gain), self._k_norm(k, layer.k_gain), v], 1)
-
 
 @dataclass(frozen=True)
 class _Turns:
-    """The rotations of a batch's rows, `[M, H + 2K, D / 2]` each, by the kind of a layer."""
+    """The rotations of a batch's rows by the kind of a layer, as Decoder._rope makes them."""
 
     whole: torch.Tensor
     windowed: torch.Tensor
@@ -244,33 +236,3 @@ class _Turns:
         if not layer.is_rotated:
             return self.still
         return self.windowed if layer.has_window else self.whole
-
-
-def _head_norms(config: ModelConfig) -> "tuple[_Norm | _JointNorm, _Norm | _JointNorm]":
-    """Return the norms of q and of k."""
-    if not config.joint_qk_norm:
-        norm = _Norm(config.head_dim, config.norm_eps)
-        return norm, norm
-    q, k = (_JointNorm(count * config.head_dim, config.norm_eps) for count in (config.num_heads, config.num_kv_heads))
-    return q, k
-
-
-class _Norm:
-    """RMSNorm without sqrt(width): x / hypot(|x|, sqrt(width * eps)).
-
-    Three operations, 11 us where F.rms_norm takes 19.
-    """
-
-    def __init__(self, width: int, eps: float) -> None:
-        self._floor = torch.tensor(math.sqrt(width * eps))
-
-    def __call__(self, x: torch.Tensor, gain: torch.Tensor | None) -> torch.Tensor:
-        y = x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self._floor)
-        return y if gain is None else y * gain
-
-
-class _JointNorm(_Norm):
-    """The same over all heads of a row together, `[M, heads, D]`."""
-
-    def __call__(self, x: torch.Tensor, gain: torch.Tensor | None) -> torch.Tensor:
-        return super().__call__(x.flatten(1), gain).view_as(x)

@@ -44,10 +44,10 @@ def float32_multiple(num_threads: int) -> int:
     """
     x, weight = cancelling_operands(_TRIED_ROWS, 576, 64)
     y = F.linear(x, weight)
-    return _sound_multiple(lambda count: torch.equal(F.linear(x[:count], weight), y[:count]))
+    return sound_multiple(lambda count: torch.equal(F.linear(x[:count], weight), y[:count]))
 
 
-def _sound_multiple(is_alike: Callable[[int], bool]) -> int:
+def sound_multiple(is_alike: Callable[[int], bool]) -> int:
     """Return the first of _TRIED_MULTIPLES whose multiples are all alike, else 1."""
     for multiple in _TRIED_MULTIPLES:
         if all(is_alike(count) for count in range(multiple, _TRIED_ROWS, multiple)):
@@ -85,7 +85,7 @@ def float16_multiple() -> int:
     x, weight = torch.randn(_TRIED_ROWS, 576, generator=generator), torch.randn(32, 576, generator=generator)
     packed = torch.ops.quantized.linear_prepack_fp16(weight, None)
     y = torch.ops.quantized.linear_dynamic_fp16(x, packed)
-    return _sound_multiple(lambda n: torch.equal(torch.ops.quantized.linear_dynamic_fp16(x[:n], packed), y[:n]))
+    return sound_multiple(lambda n: torch.equal(torch.ops.quantized.linear_dynamic_fp16(x[:n], packed), y[:n]))
 
 
 class BFloat16Linear:

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 import torch
 
+from engine.cpu.expert_router import ExpertRouter
 from engine.cpu.linear import Linear
 from engine.cpu.mlp import CpuMlp
-from models.config import Experts
 
 
 class CpuGatedExpert:
@@ -32,23 +32,16 @@ class CpuGatedExpert:
 class CpuMoE:
     """A mixture; `shared` is an expert that all rows go through besides, if there is one."""
 
-    def __init__(
-        self, config: Experts, router: Linear, experts: Sequence[CpuMlp], shared: CpuMlp | None = None
-    ) -> None:
-        self._config, self._router, self._experts, self._shared = config, router, experts, shared
+    def __init__(self, router: ExpertRouter, experts: Sequence[CpuMlp], shared: CpuMlp | None = None) -> None:
+        self._router, self._experts, self._shared = router, experts, shared
         self.is_uniform = all(expert.is_uniform for expert in (*experts, *((shared,) if shared else ())))
 
     def __call__(self, x: torch.Tensor, num_answer_rows: int) -> torch.Tensor:
         if not len(x):  # a chunk that ends no prompt goes no further than the last attention
             return x
-        weights_MK, ids_MK = self._route(x)
+        weights_MK, ids_MK = self._router(x)
         total = _weighted_sum(_through(self._experts, x, ids_MK, num_answer_rows), weights_MK)
         return total if self._shared is None else total + self._shared(x, num_answer_rows)
-
-    def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What each row's experts are weighed by, the heaviest first, and which they are, `[M, K]` each."""
-        weights_MK, ids_MK = self._router(x).float().softmax(-1).topk(self._config.top_k)
-        return (weights_MK / weights_MK.sum(-1, keepdim=True) if self._config.renormalize else weights_MK), ids_MK
 
 
 class CpuSharedExpertMoE:

@@ -4,11 +4,15 @@ import torch
 
 from checkpoint.checkpoint import Progress
 from engine.cpu.decoder import CpuLayerWeights, DecoderWeights
+from engine.cpu.expert_router import ExpertRouter
+from engine.cpu.head_projection import HeadProjection, Projection
+from engine.cpu.latent_attention import LatentOutput, LatentProjection
 from engine.cpu.linear import Linear, NumberFormat, PhasedLinear
 from engine.cpu.mlp import ClampedMlp, CpuMlp, GatedMlp, GeluMlp
 from engine.cpu.moe import CpuGatedExpert, CpuMoE, CpuSharedExpertMoE
 from engine.model_loader.checkpoint_weights import WeightSource
 from engine.model_loader.decoder_tensors import Expert, ModelTensors, layer_prefix, widened
+from engine.model_loader.latent_tensors import latent_tensors
 from models.config import Activation, AttentionKind, ModelConfig, NormPlacement
 
 _NORMS_BEFORE = ("input_layernorm", "post_attention_layernorm")
@@ -33,27 +37,44 @@ def load_weights(
 
 class _CpuWeightLoader:
     def __init__(self, config: ModelConfig, source: WeightSource, number_format: NumberFormat) -> None:
-        self._config, self._format = config, number_format
+        self._config, self._source, self._format = config, source, number_format
         self._tensors = ModelTensors(config, source, interleaved=True)
 
     def layer(self, index: int) -> CpuLayerWeights:
-        tensors, prefix, config = self._tensors, layer_prefix(index), self._config
+        prefix, spec = layer_prefix(index), self._config.layer(index)
         attention_gain, mlp_gain = (self._gain_before(prefix + name) for name in _NORMS_BEFORE)
         attention_out_gain, mlp_out_gain = (self._gain_after(prefix + name) for name in _NORMS_AFTER)
-        spec = config.layer(index)
+        projection, output = self._attention(index, attention_gain)
         return CpuLayerWeights(
             attention_gain=self._unfolded(attention_gain),
-            qkv=self._format.pack(self._fold(tensors.fused(prefix, "qkv"), attention_gain), tensors.qkv_bias(prefix)),
-            output=self._added(tensors.fused(prefix, "output"), tensors.output_bias(prefix)),
+            projection=projection,
+            output=output,
             mlp_gain=self._unfolded(mlp_gain),
             mlp=self._mlp(index, mlp_gain),
-            q_gain=self._head_gain(index, "q"),
-            k_gain=self._head_gain(index, "k"),
             sinks_KG=self._sinks(prefix),
             has_window=spec.attention is not AttentionKind.FULL,
             is_rotated=spec.rope is not None,
             attention_out_gain=attention_out_gain,
             mlp_out_gain=mlp_out_gain,
+        )
+
+    def _attention(self, index: int, gain: torch.Tensor | None) -> tuple[Projection, PhasedLinear | LatentOutput]:
+        """Return what comes before and after a layer's attention; `gain` is that of the norm before."""
+        tensors, prefix, config = self._tensors, layer_prefix(index), self._config
+        output = self._added(tensors.fused(prefix, "output"), tensors.output_bias(prefix))
+        if config.latent is None:
+            qkv = self._format.pack(self._fold(tensors.fused(prefix, "qkv"), gain), tensors.qkv_bias(prefix))
+            q_gain, k_gain = (self._head_gain(index, name) for name in "qk")
+            return HeadProjection(config, qkv, q_gain, k_gain), output
+        found = latent_tensors(config, self._source, prefix)
+        q_gain = None if found.q_gain is None else found.q_gain * len(found.q_gain) ** 0.5
+        q_up = None if found.q_up is None else self._format.pack(self._fold(found.q_up, q_gain))
+        kv_gain = found.kv_gain * len(found.kv_gain) ** 0.5
+        down = self._format.pack(self._fold(found.down, gain))
+        unfolded = self._unfolded(q_gain)
+        return (
+            LatentProjection(config.latent, down, q_up, unfolded, kv_gain, found.keys),
+            LatentOutput(config.latent, found.values, output),
         )
 
     def _sinks(self, prefix: str) -> torch.Tensor | None:
@@ -64,15 +85,18 @@ class _CpuWeightLoader:
         tensors, prefix, experts = self._tensors, layer_prefix(index), self._config.experts_of(index)
         if experts is None:
             return self._gated(prefix, "gate_up", "down", gain)
-        router = self._format.router(self._fold(tensors.router(prefix), gain), tensors.router_bias(prefix))
+        scores = self._format.router(self._fold(tensors.router(prefix), gain), tensors.router_bias(prefix))
         each = [self._expert(expert, gain) for expert in tensors.experts(prefix)]
         if experts.as_llama4:
-            return CpuSharedExpertMoE(router, each, self._gated(prefix, "shared_gate_up", "shared_down", gain))
-        if experts.shared_size:
-            gate = self._format.router(self._fold(tensors.shared_gate(prefix), gain), None)
-            shared = self._gated(prefix, "shared_gate_up", "shared_down", gain)
-            return CpuMoE(experts, router, each, CpuGatedExpert(gate, shared))
-        return CpuMoE(experts, router, each)
+            return CpuSharedExpertMoE(scores, each, self._gated(prefix, "shared_gate_up", "shared_down", gain))
+        router = ExpertRouter(experts, scores, tensors.choice_bias(prefix))
+        if not experts.shared_size:
+            return CpuMoE(router, each)
+        shared = self._gated(prefix, "shared_gate_up", "shared_down", gain)
+        if not experts.gates_shared:
+            return CpuMoE(router, each, shared)
+        gate = self._format.router(self._fold(tensors.shared_gate(prefix), gain), None)
+        return CpuMoE(router, each, CpuGatedExpert(gate, shared))
 
     def _gated(self, prefix: str, gate_up: str, down: str, gain: torch.Tensor | None) -> CpuMlp:
         first = self._format.pack(self._fold(self._tensors.fused(prefix, gate_up), gain))

@@ -14,7 +14,7 @@ from engine.model_loader.checkpoint_weights import WeightSource
 from engine.model_loader.quantized_matrices import Fp8Matrix, StoredMatrix, joined
 from kernels.layouts import gate_up_halves
 from kernels.reference.quant import unpack_e2m1
-from models.config import Experts, ModelConfig
+from models.config import Experts, ExpertScoring, ModelConfig
 
 _Q, _K, _V = (f"self_attn.{name}_proj" for name in "qkv")
 PARTS = {
@@ -76,11 +76,12 @@ class ModelTensors:
         self._config, self._source, self._interleaved = config, source, interleaved
         hidden, inner = config.hidden_size, config.intermediate_size
         q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        mixed_width = q_width if config.latent is None else config.num_heads * config.latent.value_dim
         self._shapes = {
             _Q: (q_width, hidden),
             _K: (kv_width, hidden),
             _V: (kv_width, hidden),
-            "self_attn.o_proj": (hidden, q_width),
+            "self_attn.o_proj": (hidden, mixed_width),
             "mlp.gate_proj": (inner, hidden),
             "mlp.up_proj": (inner, hidden),
             "mlp.down_proj": (hidden, inner),
@@ -106,7 +107,7 @@ class ModelTensors:
         found = {module: self._source.quantized.matrix(prefix + module) for module in PARTS[part]}
         matrices = {module: matrix for module, matrix in found.items() if matrix is not None}
         for module, matrix in matrices.items():
-            self._check(f"{prefix}{module}.weight", matrix.shape, self._shapes[module])
+            require_shape(f"{prefix}{module}.weight", matrix.shape, self._shapes[module])
         if len(matrices) < len(found):
             return []
         return [self._rotated_rows(matrix) if module in (_Q, _K) else matrix for module, matrix in matrices.items()]
@@ -151,8 +152,14 @@ class ModelTensors:
         name = prefix + "mlp.shared_expert_gate.weight"
         row = self._source.tensor(name)
         row = row[None] if row.dim() == 1 else row
-        self._check(name, tuple(row.shape), (1, self._config.hidden_size))
+        require_shape(name, row.shape, (1, self._config.hidden_size))
         return row
+
+    def choice_bias(self, prefix: str) -> torch.Tensor | None:
+        """Return what is added to experts' scores where they are chosen, if there is such."""
+        if self._experts.scoring is not ExpertScoring.SIGMOID:
+            return None
+        return self._tensor(prefix + "mlp.gate.e_score_correction_bias", self._experts.count)
 
     def router_bias(self, prefix: str) -> torch.Tensor | None:
         return self._tensor(prefix + "mlp.router.bias", self._experts.count) if self._experts.as_gpt_oss else None
@@ -180,7 +187,7 @@ class ModelTensors:
         if len(stored) < len(modules):
             return torch.cat([self._tensor(f"{module}.weight", n, k) for module in modules])
         for module, matrix in zip(modules, stored, strict=True):
-            self._check(f"{module}.weight", matrix.shape, (n, k))
+            require_shape(f"{module}.weight", matrix.shape, (n, k))
         return joined(stored)
 
     def _stored_rows(self, modules: Sequence[str]) -> list[Fp8Matrix]:
@@ -218,7 +225,7 @@ class ModelTensors:
         stored = None if quantized is None else quantized.experts(name)
         if stored is None:
             return (matrix.t().contiguous() for matrix in self._tensor(name, count, k, n))
-        self._check(name, tuple(stored.weight.shape), (count, k, n))
+        require_shape(name, stored.weight.shape, (count, k, n))
         return map(stored.matrix, range(count))
 
     def expert_biases(self, prefix: str) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -290,12 +297,14 @@ class ModelTensors:
 
     def _tensor(self, name: str, *shape: int) -> torch.Tensor:
         tensor = self._source.tensor(name)
-        self._check(name, tuple(tensor.shape), shape)
+        require_shape(name, tensor.shape, shape)
         return tensor
 
-    def _check(self, name: str, found: tuple[int, ...], shape: tuple[int, ...]) -> None:
-        if found != shape:
-            raise ConfigError(f"the tensor '{name}' is {list(found)}; its configuration says {list(shape)}")
+
+def require_shape(name: str, found: Sequence[int], shape: Sequence[int]) -> None:
+    """Raise ConfigError for a tensor of another shape than the configuration says."""
+    if tuple(found) != tuple(shape):
+        raise ConfigError(f"the tensor '{name}' is {list(found)}; its configuration says {list(shape)}")
 
 
 def _exchanged(heads: torch.Tensor, first: int, second: int) -> torch.Tensor:

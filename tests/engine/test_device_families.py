@@ -73,6 +73,8 @@ def test_logprobs_of_given_tokens_are_those_of_the_cpu(family):
 
 
 REFUSED = {
+    "deepseek_v2": r"a latent for keys and values \(kv_lora_rank\)",
+    "deepseek_v3": r"a latent for keys and values \(kv_lora_rank\)",
     "gemma3": "norms after attention and MLP",
     "glm4": "norms after attention and MLP",
     "granite": "multipliers of embedding, residual, attention or logits",

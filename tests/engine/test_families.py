@@ -198,6 +198,10 @@ def test_windows_are_those_of_transformers(tmp_path, family, fields):
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
+        ("deepseek_v2", {"topk_method": "greedy"}),
+        ("deepseek_v3", {"rope_interleave": False}),
+        ("deepseek_v3", {"routed_scaling_factor": 1.6}),
+        ("deepseek_v3", {"topk_group": 4}),
         ("gemma3", {"query_pre_attn_scalar": 25}),
         ("gemma3", {"sliding_window": 41}),
         ("gemma3", {"hidden_size": 96, "layer_types": ["full_attention"] * 3}),

@@ -11,6 +11,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     Glm4Config,
@@ -75,7 +79,34 @@ YARN = {
     "original_max_position_embeddings": 64,
 }
 
+GROUPED_EXPERTS = {
+    "moe_intermediate_size": 48,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+}
+LATENT = {
+    **GROUPED_EXPERTS,
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+}
+
 FAMILIES: dict[str, Tiny] = {
+    "deepseek_v2": Tiny(
+        DeepseekV2Config, DeepseekV2ForCausalLM, {**LATENT, "q_lora_rank": None, "topk_method": "group_limited_greedy"}
+    ),
+    "deepseek_v3": Tiny(
+        DeepseekV3Config,
+        DeepseekV3ForCausalLM,
+        {**LATENT, "q_lora_rank": 40, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}},
+    ),
     "gemma3": Tiny(
         Gemma3TextConfig,
         Gemma3ForCausalLM,
@@ -167,7 +198,9 @@ FAMILIES: dict[str, Tiny] = {
     ),
 }
 
-DEVICE_FAMILIES = sorted(FAMILIES.keys() - {"gemma3", "glm4", "granite", "olmo2", "qwen2_moe"})
+DEVICE_FAMILIES = sorted(
+    FAMILIES.keys() - {"deepseek_v2", "deepseek_v3", "gemma3", "glm4", "granite", "olmo2", "qwen2_moe"}
+)
 """Those that a GPU serves."""
 
 
@@ -196,6 +229,9 @@ def save_tiny(folder: Path, family: str, **changes: Any) -> PreTrainedModel:
             parameter.data.uniform_(-0.5, 0.5)
         else:
             parameter.data.mul_(4)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.uniform_(-0.2, 0.2)
     model.save_pretrained(folder)
     byte_tokenizer().save(str(folder / "tokenizer.json"))
     return model

@@ -79,6 +79,7 @@ def unfit(config: ModelConfig) -> str | None:
     """Return what the model has that the native step lacks, or None."""
     has_more = {
         "experts": config.experts is not None,
+        "attention over latents": config.latent is not None,
         "attention sinks": config.sinks,
         "attention in segments": bool(config.segment),
         "layers without rope": bool(config.no_rope_layers),

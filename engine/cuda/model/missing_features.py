@@ -1,12 +1,14 @@
 """What the CPU computes and a GPU does not. Imports no torch."""
 
-from models.config import Activation, ModelConfig, Multipliers, NormPlacement
+from models.config import Activation, ExpertScoring, ModelConfig, Multipliers, NormPlacement
 
 
 def missing_feature(config: ModelConfig) -> str | None:
     """Return what the model has that a GPU does not compute, or None."""
     experts = config.experts
     lacking = {
+        "a latent for keys and values (kv_lora_rank)": config.latent is not None,
+        "experts scored by a sigmoid": experts is not None and experts.scoring is ExpertScoring.SIGMOID,
         "norms after attention and MLP": config.norms is not NormPlacement.BEFORE,
         f"{config.activation} as its activation": config.activation is not Activation.SILU,
         "multipliers of embedding, residual, attention or logits": config.multipliers != Multipliers(),

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from bench.models.transformers_oracle import greedy as oracle_greedy
+from engine.cpu.expert_router import ExpertRouter
 from engine.cpu.linear import FORMATS
 from engine.cpu.mlp import GatedMlp
 from engine.cpu.moe import CpuMoE
@@ -41,7 +42,7 @@ def mixture(config: Experts, dtype: str) -> CpuMoE:
     router, gate_up, down = random_weights()
     made = FORMATS[dtype]
     experts = [GatedMlp(made.pack(first), made.pack(second)) for first, second in zip(gate_up, down, strict=True)]
-    return CpuMoE(config, made.router(router, None), experts)
+    return CpuMoE(ExpertRouter(config, made.router(router, None)), experts)
 
 
 @pytest.mark.parametrize("renormalize", [False, True])

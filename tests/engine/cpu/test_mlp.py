@@ -9,6 +9,8 @@ import torch
 
 from checkpoint.huggingface.model_config import model_config
 from engine.cpu.decoder import CpuLayerWeights, Decoder, DecoderWeights
+from engine.cpu.expert_router import ExpertRouter
+from engine.cpu.head_projection import HeadProjection
 from engine.cpu.linear import FORMATS, PhasedLinear
 from engine.cpu.mlp import _PART_ROWS, ClampedMlp, CpuMlp, GatedMlp
 from engine.cpu.moe import CpuMoE
@@ -86,14 +88,14 @@ def one_format_beside_two() -> CpuMlp:
     pack = FORMATS["int4"].pack
     plain = GatedMlp(pack(random(128, HIDDEN)), pack(random(HIDDEN, 64)))
     router = FORMATS["int4"].router(random(2, HIDDEN), None)
-    return CpuMoE(Experts(2, 2, 64, True), router, [plain, two_formats()])
+    return CpuMoE(ExpertRouter(Experts(2, 2, 64, True), router), [plain, two_formats()])
 
 
 @pytest.mark.parametrize("mlp", [two_formats, one_format_beside_two])
 def test_rows_of_prompts_and_of_answers_keep_their_bits_beside_each_other(mlp):
     """Attention's last product has one format and the MLP two, which int4 decides tensor by tensor."""
     linear = FORMATS["int4"].pack(random(HIDDEN, HIDDEN))
-    layer = CpuLayerWeights(None, linear, linear, None, mlp())
+    layer = CpuLayerWeights(None, HeadProjection(TINY, linear, None, None), linear, None, mlp())
     assert linear.is_uniform and not layer.mlp.is_uniform
     decoder = Decoder(TINY, DecoderWeights(random(3, HIDDEN), (layer,), None, linear._answer, random(HIDDEN)), 64)
     x, mixed = random(11, HIDDEN), random(11, HIDDEN).flip(0)
