@@ -77,6 +77,7 @@ REFUSED = {
     "deepseek_v3": r"a latent for keys and values \(kv_lora_rank\)",
     "gemma3": "norms after attention and MLP",
     "glm4": "norms after attention and MLP",
+    "glm4_moe": "experts scored by a sigmoid",
     "granite": "multipliers of embedding, residual, attention or logits",
     "olmo2": "norms after attention and MLP",
     "qwen2_moe": "a gated shared_expert",

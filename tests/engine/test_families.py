@@ -206,6 +206,7 @@ def test_windows_are_those_of_transformers(tmp_path, family, fields):
         ("gemma3", {"sliding_window": 41}),
         ("gemma3", {"hidden_size": 96, "layer_types": ["full_attention"] * 3}),
         ("glm4", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}}),
+        ("glm4_moe", {"topk_group": 4}),
         ("granite", {"residual_multiplier": 0.25}),
         ("granite", {"embedding_multiplier": 11.0}),
         ("granite", {"attention_multiplier": 0.2}),

@@ -19,6 +19,8 @@ from transformers import (
     Gemma3TextConfig,
     Glm4Config,
     Glm4ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     GraniteConfig,
@@ -122,6 +124,11 @@ FAMILIES: dict[str, Tiny] = {
         },
     ),
     "glm4": Tiny(Glm4Config, Glm4ForCausalLM, {"head_dim": 32}),
+    "glm4_moe": Tiny(
+        Glm4MoeConfig,
+        Glm4MoeForCausalLM,
+        {**GROUPED_EXPERTS, "head_dim": 32, "attention_bias": True, "use_qk_norm": True},
+    ),
     "gpt_oss": Tiny(
         GptOssConfig,
         GptOssForCausalLM,
@@ -199,7 +206,7 @@ FAMILIES: dict[str, Tiny] = {
 }
 
 DEVICE_FAMILIES = sorted(
-    FAMILIES.keys() - {"deepseek_v2", "deepseek_v3", "gemma3", "glm4", "granite", "olmo2", "qwen2_moe"}
+    FAMILIES.keys() - {"deepseek_v2", "deepseek_v3", "gemma3", "glm4", "glm4_moe", "granite", "olmo2", "qwen2_moe"}
 )
 """Those that a GPU serves."""
 
