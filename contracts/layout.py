@@ -51,7 +51,7 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 
     @property
     def are_keys(self) -> tuple[bool, ...]:
-        """Return for each plane of a layer whether attention multiplies queries by it: a codec codes those as keys."""
+        """Return for each plane of a layer whether a codec takes it for keys: it meets queries."""
         return tuple(plane in ("k", "latent") for plane in self.planes)
 
     @property

@@ -30,9 +30,9 @@ def mixture(config: dict[str, Any], source: str, width: int, renormalize: bool, 
 
 
 def shared_mixture(config: dict[str, Any], source: str, **features: Any) -> Experts:
-    """Return the mixture of a config.json in DeepSeek's words, beside whose experts all tokens go through others.
+    """Return the mixture of a config.json in DeepSeek's words, with shared experts.
 
-    These are as one of their width together. `features` are fields of Experts.
+    These are as one of their width together, which all tokens go through. `features` are fields of Experts.
     """
     count, top_k, width = (
         config[name] for name in ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")

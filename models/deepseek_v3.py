@@ -64,7 +64,7 @@ def _routing(config: dict[str, Any], source: str, is_v2: bool) -> dict[str, Any]
 
 
 def _yarn_scale(config: dict[str, Any]) -> float:
-    """Return what YaRN multiplies attention's scores by, beside its length of q and k: m * m of `mscale_all_dim`."""
+    """Return what YaRN's `mscale_all_dim` multiplies scores by, beside its length of q and k."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     share = rope.get("mscale_all_dim") or 0
     if rope.get("rope_type", rope.get("type", "default")) == "default" or not share:

@@ -50,7 +50,7 @@ class GgufForm:
 
 @dataclass(frozen=True)
 class Family:
-    """`architecture` as in config.json; `gguf_architecture` as in a GGUF file; `also`: other names in config.json.
+    """`architecture` as in config.json, `also`: others; `gguf_architecture` as in a GGUF file.
 
     `multimodal`: the architecture of a folder whose `text_config` is of this family. `read`: fields that its
     config.json states in words of its own. `names`, `gguf`: how its weights are stored; no GGUF files are read of a

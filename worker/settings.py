@@ -21,7 +21,7 @@ Side = Literal["prefill", "decode", "mixed"]
 Transfer = Literal["auto", "nvlink", "ucx", "shm", "tcp"]
 KVCodec = Literal["auto", "off", "lossless", "8bit", "6bit", "4bit", "3bit"]
 """The names of kv_transfer.codecs.level, written out for the help."""
-DRAFTERS = ("auto", "off", "ngram", "suffix", "eagle3", "suffix+eagle3")
+DRAFTERS = ("auto", "off", "ngram", "suffix", "eagle3", "mtp", "suffix+eagle3", "suffix+mtp")
 """The names of engine.speculative.choice; a head's folder is told by its /."""
 
 
@@ -92,9 +92,9 @@ class WorkerSettings(BaseSettings):
     speculate: str = Field(
         "off",
         description="guess tokens of answers and verify several in one step: auto, off, ngram (from the request's "
-        "text), suffix (from earlier answers too; auto takes it on a CPU), eagle3 (the model's own head), "
-        "suffix+eagle3 (the head where the text says nothing), or the path of a head's folder or of a smaller model, "
-        "with a /",
+        "text), suffix (from earlier answers too; auto takes it on a CPU), eagle3 (the model's own head), mtp (its "
+        "layer for multi-token prediction), suffix+eagle3 and suffix+mtp (these where the text says nothing), or the "
+        "path of a head's folder or of a smaller model, with a /",
     )
     draft_tokens: int = Field(
         3, ge=1, le=MAX_DRAFT_TOKENS, description="most tokens that are guessed of an answer at a time"

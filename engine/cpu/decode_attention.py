@@ -48,7 +48,7 @@ class DecodeAttentionPlan:
 
 
 def page_index(blocks: np.ndarray, group: KVGroup, num_blocks: int) -> torch.Tensor:
-    """Blocks `[N, n]` -> rows of KVCache.pages for K and then V, or a latent, in the order `[planes, N, K, n]`."""
+    """Blocks `[N, n]` -> rows of KVCache.pages, K and then V, in the order `[planes, N, K, n]`."""
     heads = blocks[:, None, :] * group.num_kv_heads + np.arange(group.num_kv_heads)[None, :, None]
     planes = np.arange(len(group.planes))[:, None, None, None] * (num_blocks * group.num_kv_heads)
     return torch.from_numpy((planes + heads).reshape(-1))

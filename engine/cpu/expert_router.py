@@ -9,13 +9,19 @@ _LEAST_SUM = 1e-20  # as in DeepSeek-V3: scores of a sigmoid may all be 0
 
 
 class ExpertRouter:
-    """Scores experts by a product; `choice_bias_E` is added where experts are chosen, not to what they weigh."""
+    """A router that scores experts by a product.
+
+    `choice_bias_E` is added where experts are chosen, not to what they weigh.
+    """
 
     def __init__(self, config: Experts, scores: Linear, choice_bias_E: torch.Tensor | None = None) -> None:
         self._config, self._scores, self._choice_bias_E = config, scores, choice_bias_E
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what each row's experts are weighed by, the preferred first, and which they are, `[M, K]` each."""
+        """Return what each row's experts are weighed by and which they are, the preferred first.
+
+        Both are `[M, K]`.
+        """
         config, scores_ME = self._config, self._score(self._scores(x).float())
         preference_ME = scores_ME if self._choice_bias_E is None else scores_ME + self._choice_bias_E
         if config.num_groups > 1:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from models.config import ModelConfig
+
 # From 192 query rows on, the flash kernel splits them by 64 and not by 32: 124 against 30 GFLOP/s on 2 Zen 4 cores.
 _MIN_TILE_ROWS = 384
 
@@ -31,3 +33,16 @@ class HeadShape:
     def tile(self) -> int:
         """Tokens of a prefill tile: a multiple of 64 with at least `_MIN_TILE_ROWS` query rows."""
         return -(-_MIN_TILE_ROWS // self.group // 64) * 64
+
+
+def head_shape(config: ModelConfig) -> HeadShape:
+    """Return the shape of a model's heads; those over latents share one KV head as wide as a latent."""
+    return HeadShape(
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim if config.latent is None else config.latent.width,
+        scale=config.attention_scale,
+        window=config.window,
+        segment=config.segment,
+        is_biased=config.qkv_bias,
+    )

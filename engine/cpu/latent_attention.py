@@ -1,4 +1,4 @@
-"""Multi-head latent attention on the CPU: what comes before and after attention over latents (DeepSeek-AI 2024).
+"""Multi-head latent attention on the CPU (DeepSeek-AI 2024): what surrounds attention over latents.
 
 No key or value of a head is made of a latent. A head's q is multiplied by the matrix that would make its keys, and what
 attention gives by the one that would make its values ("absorbed"; DeepSeek-V2, 2.1.2), so that all heads attend to one

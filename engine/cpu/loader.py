@@ -20,23 +20,18 @@ from engine.cpu.decoder import Decoder
 from engine.cpu.draft_model.loader import open_draft_model
 from engine.cpu.eagle3.drafter import Eagle3Drafter
 from engine.cpu.eagle3.loader import open_head
-from engine.cpu.eagle3.torch_head import load_torch_head
 from engine.cpu.format_choice import resolve_dtype
 from engine.cpu.grouped_cache import GroupedKVCache
 from engine.cpu.joint_cache import JointCache
 from engine.cpu.linear import FORMATS
+from engine.cpu.mtp.loader import open_mtp
 from engine.cpu.native.choice import chosen_kernels
-from engine.cpu.native.eagle3_head import EmbeddingRows, load_native_head, unfit_widths
 from engine.cpu.native.loader import load_native_backend
-from engine.cpu.native.threads import start_threads
 from engine.cpu.runner import CpuRunner
 from engine.cpu.weight_loader import load_weights
 from engine.model_loader.checkpoint_weights import open_weights
 from engine.sampling.host_sampler import Sampler
 from engine.settings import EngineSettings
-from kernels.cpu.build import BuildError
-from kernels.cpu.native import NativeKernels, load_kernels
-from models.eagle3 import Eagle3Config
 from process.memory_limit import available_nbytes
 from process.usable_cores import usable_cores
 
@@ -55,7 +50,7 @@ def load_cpu_backend(settings: EngineSettings, checkpoint: Checkpoint, progress:
     dtype = resolve_dtype(settings, source)
     number_format = FORMATS[dtype]
     layout = kv_layout(checkpoint, settings.block_size, number_format.kv_dtype, settings.rounding(dtype), by_span=True)
-    head = open_head(settings, checkpoint, layout)
+    head = open_head(settings, checkpoint, layout) or open_mtp(settings, checkpoint, layout)
     draft = open_draft_model(settings, checkpoint, layout, dtype)
     draft_nbytes = sum(each.block_nbytes for each in (head, draft) if each is not None)
     nbytes, wanted = cache_nbytes(settings, layout, available_nbytes()), wanted_model_len(checkpoint, settings)
@@ -67,13 +62,8 @@ def load_cpu_backend(settings: EngineSettings, checkpoint: Checkpoint, progress:
     cache = GroupedKVCache(layout, num_blocks, tables)
     drafting, whole = None, cache
     if head is not None:
-        drafts, tensors = head.cache(num_blocks, settings.max_num_seqs), head.tensors(checkpoint, source)
-        kernels = None if dtype == "float32" else _kernels_of_head(settings, tensors.config)
-        if kernels is None:
-            own = load_torch_head(tensors, number_format, drafts, weights.embedding, max_model_len)
-        else:
-            rows = EmbeddingRows.of_tensor(weights.embedding)
-            own = load_native_head(tensors, kernels, drafts, rows, max_model_len)
+        drafts = head.cache(num_blocks, settings.max_num_seqs)
+        own = head.beside_torch(settings, checkpoint, source, dtype, weights, drafts, max_model_len)
         drafter = Eagle3Drafter(own, drafts)
         drafting, whole = Drafting(drafter, CpuRunner(model, cache, drafter)), JointCache(cache, drafts.pages)
     runner = CpuRunner(model, cache)
@@ -89,18 +79,3 @@ def load_cpu_backend(settings: EngineSettings, checkpoint: Checkpoint, progress:
         whole, runner, sampler, dtype, max_model_len, caches_decoded_kv, drafting=drafting,
         page_tables=tables,
     )  # fmt: skip
-
-
-def _kernels_of_head(settings: EngineSettings, config: Eagle3Config) -> NativeKernels | None:
-    """Return what computes a head beside torch's path, if it can be had.
-
-    One row through torch's small operations takes several times as long as the bytes of the head do.
-    """
-    try:
-        kernels = None if unfit_widths(config) else load_kernels(settings.cache_dir, _log.info)
-    except (BuildError, OSError) as error:
-        _log.info("the head is computed by torch, since the native kernels are not here: %s", error)
-        return None
-    if kernels is not None:
-        start_threads(kernels, torch.get_num_threads())
-    return kernels

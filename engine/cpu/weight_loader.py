@@ -3,13 +3,15 @@
 import torch
 
 from checkpoint.checkpoint import Progress
-from engine.cpu.decoder import CpuLayerWeights, DecoderWeights
+from engine.cpu.decoder import DecoderWeights
+from engine.cpu.decoder_layer import CpuLayerWeights
 from engine.cpu.expert_router import ExpertRouter
 from engine.cpu.head_projection import HeadProjection, Projection
 from engine.cpu.latent_attention import LatentOutput, LatentProjection
 from engine.cpu.linear import Linear, NumberFormat, PhasedLinear
 from engine.cpu.mlp import ClampedMlp, CpuMlp, GatedMlp, GeluMlp
 from engine.cpu.moe import CpuGatedExpert, CpuMoE, CpuSharedExpertMoE
+from engine.cpu.mtp.head import MtpWeights
 from engine.model_loader.checkpoint_weights import WeightSource
 from engine.model_loader.decoder_tensors import Expert, ModelTensors, layer_prefix, widened
 from engine.model_loader.latent_tensors import latent_tensors
@@ -33,6 +35,17 @@ def load_weights(
         layers.append(loader.layer(index))
     progress("load", config.num_layers, config.num_layers)
     return DecoderWeights(embedding, tuple(layers), final_gain, head, state_gain)
+
+
+def load_mtp_weights(
+    config: ModelConfig, source: WeightSource, number_format: NumberFormat, embedding: torch.Tensor
+) -> MtpWeights:
+    """Return those of the layer for multi-token prediction, which stands behind the model's layers.
+
+    `embedding` is the model's, as the output head is: the copies of both that a checkpoint may have are not read.
+    Raises ConfigError for a tensor that is missing or has another shape than the configuration says.
+    """
+    return _CpuWeightLoader(config, source, number_format).mtp(embedding)
 
 
 class _CpuWeightLoader:
@@ -115,6 +128,15 @@ class _CpuWeightLoader:
         own = self._gain("model.norm")
         gain = own * self._config.multipliers.logits
         return embedding, self._unfolded(gain), self._format.head(self._fold(head, gain), None), own
+
+    def mtp(self, embedding: torch.Tensor) -> MtpWeights:
+        index, hidden = self._config.num_layers, self._config.hidden_size
+        prefix = layer_prefix(index)
+        gains = [self._gain(prefix + name) for name in ("enorm", "hnorm", "shared_head.norm")]
+        join = self._tensors.matrix(prefix + "eh_proj", hidden, 2 * hidden)
+        head = embedding if self._config.tied_embeddings else self._tensors.fused("", "head")
+        join, head = (self._format.head(matrix, None) for matrix in (join, head))
+        return MtpWeights(embedding, gains[0], gains[1], join, self.layer(index), gains[2], head)
 
     def _gain(self, name: str) -> torch.Tensor:
         return self._tensors.gain(name) * self._config.hidden_size**0.5

@@ -168,7 +168,7 @@ def _require_layers(found: Collection[int], checkpoint: Checkpoint) -> None:
     stated, num_mtp = checkpoint.config.num_layers, checkpoint.config.num_mtp_layers
     behind = sorted(layer for layer in found if layer >= stated)
     if behind and len(found) - len(behind) == stated and behind[-1] < stated + num_mtp:
-        _log.info("layers %s, which are for multi-token prediction, are not read", ", ".join(map(str, behind)))
+        _log.info("layers for multi-token prediction, %s, draft with --speculate mtp", ", ".join(map(str, behind)))
     elif found and max(found) + 1 != stated:
         raise ConfigError(
             f"{checkpoint.path}: its weights have {max(found) + 1} layers, its configuration says {stated}: "

@@ -119,6 +119,10 @@ class ModelTensors:
         k, v = (self._source.quantized.kv_scale(prefix, name) for name in "kv")
         return None if k is None or v is None else (k, v)
 
+    def matrix(self, module: str, n: int, k: int) -> torch.Tensor:
+        """Return a matrix that no part has, `[n, k]`; widened if it is quantized."""
+        return self._tensor(f"{module}.weight", n, k)
+
     def gain(self, name: str) -> torch.Tensor:
         """Return the gain of a norm over the hidden size."""
         return self._tensor(f"{name}.weight", self._config.hidden_size)

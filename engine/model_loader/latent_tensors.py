@@ -58,7 +58,7 @@ class _LatentReader:
         return self._paired(self._tensor(name, self._config.num_heads * width, num_in), width)
 
     def _paired(self, matrix: torch.Tensor, width: int) -> torch.Tensor:
-        """Return rows in heads of `width` with the last `rope_dim` of each in pairs, whichever way they are stored."""
+        """Return rows in heads of `width`, the last `rope_dim` of each in pairs however they are stored."""
         if self._latent.is_interleaved:
             return matrix
         heads, rope_dim = matrix.view(-1, width, matrix.shape[1]), self._latent.rope_dim

@@ -16,6 +16,8 @@ MAX_DRAFT_ROWS = 192
 """What a step on a GPU may compute of drafts: three tokens each of 64 answers, beyond which few rows pay."""
 EAGLE3 = "eagle3"
 """The name of the head that comes with the package for the model; what else has weights is named by a path."""
+MTP = "mtp"
+"""The name of the model's own layer for multi-token prediction, which drafts on a CPU."""
 SUFFIX_FIRST = "suffix+"
 """What stands before the name of a head or a model for drafts from texts where these have a long match."""
 
@@ -58,9 +60,9 @@ def max_draft_rows(settings: EngineSettings) -> int:
 
 
 def head_name(speculate: str) -> str | None:
-    """Return which head or model is to draft, EAGLE3 or a path; None for none."""
+    """Return which head or model is to draft, EAGLE3, MTP or a path; None for none."""
     name = speculate.removeprefix(SUFFIX_FIRST)
-    return name if name == EAGLE3 or "/" in name else None
+    return name if name in (EAGLE3, MTP) or "/" in name else None
 
 
 def proposer_name(speculate: str, device: str) -> str | None:
@@ -69,7 +71,7 @@ def proposer_name(speculate: str, device: str) -> str | None:
     if speculate == OFF or (speculate == AUTO and not is_cpu):
         return None
     if speculate != AUTO and speculate not in PROPOSERS and head_name(speculate) is None:
-        known = ", ".join((AUTO, OFF, *PROPOSERS, EAGLE3, SUFFIX_FIRST + EAGLE3))
+        known = ", ".join((AUTO, OFF, *PROPOSERS, EAGLE3, MTP, SUFFIX_FIRST + EAGLE3, SUFFIX_FIRST + MTP))
         raise ConfigError(
             f"speculate is '{speculate}'; it may be {known}, or the path of a head or a smaller model, with a /, or "
             f"{SUFFIX_FIRST} and this path"

@@ -7,18 +7,21 @@ from checkpoint import Checkpoint, open_checkpoint
 from checkpoint.huggingface.eagle3_folder import Eagle3Folder, is_eagle3, open_eagle3, shipped_head
 from contracts.errors import ConfigError
 from engine.settings import EngineSettings
-from engine.speculative.choice import EAGLE3, PROPOSERS, head_name
+from engine.speculative.choice import EAGLE3, MTP, PROPOSERS, head_name
 
 _log = logging.getLogger(__name__)
 
 
 def open_named_head(settings: EngineSettings, checkpoint: Checkpoint) -> Eagle3Folder | None:
-    """Return the head that settings name, or None if they name none.
+    """Return the EAGLE3 head that settings name, or None if they name none.
 
-    Raises ConfigError, which names the field, for a head that is not there or does not fit.
+    Raises ConfigError, which names the field, for a head that is not there or does not fit, or a model without a layer
+    for multi-token prediction where that is named.
     """
     name = head_name(settings.speculate)
-    if name is None or _is_model(name):
+    if name == MTP:
+        _require_mtp(settings, checkpoint)
+    if name is None or name == MTP or _is_model(name):
         return None
     folder = open_eagle3(_path_of(name, checkpoint), checkpoint.config)
     num_layers = checkpoint.config.num_layers
@@ -37,7 +40,7 @@ def open_named_model(settings: EngineSettings, checkpoint: Checkpoint) -> Checkp
     Raises ConfigError, which names the field, for one that is not there or has another vocabulary.
     """
     name = head_name(settings.speculate)
-    if name is None or not _is_model(name):
+    if name is None or name == MTP or not _is_model(name):
         return None
     try:
         found = open_checkpoint(name)
@@ -46,6 +49,15 @@ def open_named_model(settings: EngineSettings, checkpoint: Checkpoint) -> Checkp
     _require_one_vocabulary(found, checkpoint, name)
     _log.info("drafts come from the model %s", found.path)
     return found
+
+
+def _require_mtp(settings: EngineSettings, checkpoint: Checkpoint) -> None:
+    num_layers = checkpoint.config.num_mtp_layers
+    said = f"speculate is '{settings.speculate}'; {checkpoint.name} has {num_layers} layers for multi-token prediction"
+    if settings.device != "cpu":
+        raise ConfigError(f"speculate is '{settings.speculate}'; such a layer drafts on CPUs: take ngram or suffix")
+    if num_layers != 1:  # the layers of a chain each have KV of their own
+        raise ConfigError(f"{said} (num_nextn_predict_layers), and one drafts: take {' or '.join(PROPOSERS)}")
 
 
 def _is_model(name: str) -> bool:

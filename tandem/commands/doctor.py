@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 from checkpoint import Checkpoint, open_checkpoint
 from checkpoint.checkpoint import WeightFormat
 from checkpoint.gguf.file import GgufFile
-from checkpoint.huggingface.eagle3_folder import open_eagle3, shipped_head
-from checkpoint.huggingface.safetensors_index import tensor_files, weight_files
+from checkpoint.huggingface.safetensors_index import tensor_files
 from contracts.errors import ConfigError, TandemError
 from coordinator.store.local_server import RedisServer, find_server, hide_password
 from engine.cuda.model.format_choice import experts_changed, kept_as, resolve_device_dtype
@@ -28,6 +27,7 @@ from process.memory_limit import available_nbytes, limit_nbytes
 from service.version import release
 from tandem.commands import tier_checks
 from tandem.commands.codec_finding import codec_words
+from tandem.commands.draft_finding import draft_words
 from tandem.local.gpu_assignment import Gpu, count_gpus, look_at, what_holds
 from tandem.local.system_plan import require_redis
 
@@ -293,31 +293,8 @@ def explain_device(found: "Caps") -> Iterator[tuple[str, Level]]:
 
 
 def _speculation(options: argparse.Namespace) -> Iterator[tuple[str, Level]]:
-    from engine.speculative.choice import EAGLE3, PROPOSERS, proposer_name
-
-    yield (
-        f"--speculate {', '.join(PROPOSERS)}: guess tokens without weights, as many as pay by what steps take and how "
-        f"many guesses are right; auto takes {proposer_name('auto', 'cpu')} on a CPU, and nothing on a GPU",
-        Level.OK,
-    )
-    try:
-        checkpoint = open_checkpoint(options.model)
-    except ConfigError:  # reported by _model
-        return
-    folder = shipped_head(checkpoint.name)
-    if folder is None:
-        words = f"no EAGLE3 head comes with this package for {checkpoint.name}"
-        yield f"{words}; --speculate takes the folder of one, or a smaller model with the same tokens", Level.OK
-        return
-    head = open_eagle3(folder, checkpoint.config).config
-    nbytes = sum(file.stat().st_size for file in weight_files(folder))
-    yield (
-        f"--speculate {EAGLE3}: the EAGLE3 head that comes with the package, {nbytes / 1e6:.1f} MB, drafts "
-        f"{head.draft_vocab_size} of {head.vocab_size} tokens from layers {', '.join(map(str, head.aux_layers))}; "
-        f"in a pair both workers take the same, or drafts begin behind the prompt; suffix+{EAGLE3} asks it where the "
-        "text says nothing",
-        Level.OK,
-    )
+    for words in draft_words(options.model):
+        yield words, Level.OK
 
 
 def _model(options: argparse.Namespace) -> Iterator[tuple[str, Level]]:

@@ -59,8 +59,8 @@ OTHERWISE = {
 SPECULATION = "--speculative-config"
 _WITH_WEIGHTS = ("draft_model",)
 """The methods that need a model of their own; `eagle3` may have one."""
-DRAFTERS = ("ngram", "suffix", "eagle3")
-"""The methods of vLLM's that are served here, by the same names; a head's folder in place of the last."""
+DRAFTERS = ("ngram", "suffix", "eagle3", "mtp")
+"""The methods of vLLM's that are served here, by the same names; a head's folder in place of `eagle3`."""
 
 LENGTHS = {"--max-model-len", "--max-num-seqs", "--max-num-batched-tokens"}
 """The options whose number may have a unit."""

@@ -67,7 +67,7 @@ def test_layers_for_multi_token_prediction_are_left_out(tmp_path: Path, caplog: 
     save_file(load_file(file) | {"model.layers.2.eh_proj.weight": torch.ones(96, 192)}, file)
     with caplog.at_level(logging.INFO):
         assert answers(load_engine(settings(model=str(tmp_path))), PROMPTS, greedy()) == before
-    assert "layers 2, which are for multi-token prediction, are not read" in caplog.text
+    assert "layers for multi-token prediction, 2, draft with --speculate mtp" in caplog.text
     change_config(tmp_path, {"num_nextn_predict_layers": 0})
     with pytest.raises(ConfigError, match="its weights have 3 layers, its configuration says 2"):
         load_engine(settings(model=str(tmp_path)))

@@ -228,8 +228,15 @@ def save_tiny(folder: Path, family: str, **changes: Any) -> PreTrainedModel:
     }
     torch.manual_seed(7)
     model = tiny.model(tiny.config(**{**shape, **tiny.extra, **changes})).eval()
+    randomize(model)
+    model.save_pretrained(folder)
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    return model
+
+
+def randomize(model: torch.nn.Module) -> None:
+    """Make norm gains and biases count, which start as ones and zeros, and matrices larger."""
     for name, parameter in model.named_parameters():
-        # Norm gains and biases start as ones and zeros: make them count.
         if parameter.dim() == 1:
             parameter.data.uniform_(0.5, 1.5) if "norm" in name else parameter.data.uniform_(-0.5, 0.5)
         elif "bias" in name:
@@ -239,9 +246,6 @@ def save_tiny(folder: Path, family: str, **changes: Any) -> PreTrainedModel:
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.uniform_(-0.2, 0.2)
-    model.save_pretrained(folder)
-    byte_tokenizer().save(str(folder / "tokenizer.json"))
-    return model
 
 
 def save_answered(folder: Path, family: str, lengths: Sequence[int]) -> tuple[Path, list[list[int]], list[list[int]]]:

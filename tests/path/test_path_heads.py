@@ -17,6 +17,7 @@ from engine.loader import load_engine
 from tests.engine import driving, tiny_models
 from tests.engine.speculative.judged_drafts import Judged, judge, require_formulas
 from tests.engine.speculative.tiny_heads import ReferenceDrafts, save_head, speculators
+from tests.engine.speculative.tiny_mtp import TinyMtp
 from tests.path.cores import SETTINGS, Cores
 from tests.path.test_path_migration import PROMPTS as MOVED_PROMPTS
 from tests.path.test_path_migration import Movers
@@ -63,6 +64,20 @@ def test_decodes_first_draft_and_all_behind_are_what_the_formulas_say(target, he
         for prompt, answer in zip(PROMPTS, expected, strict=True):
             assert len(judged.drafts[(*prompt, answer[0])]) == DRAFT_TOKENS
         require_formulas(judged, reference_of(target, head))
+        assert pair.decode.counters()["kv_handoffs_received_without_draft"] == 0
+
+
+def test_a_layer_for_multi_token_prediction_takes_its_latents_along(tmp_path: Path) -> None:
+    """They are a group beside the model's, of the same form."""
+    tiny, prompts = TinyMtp(tmp_path, "deepseek_v3"), PROMPTS[2:]
+    expected = [oracle_greedy(tiny.model, prompt, 12) for prompt in prompts]
+    with Cores(str(tmp_path), "tcp", speculate="mtp", draft_tokens=DRAFT_TOKENS) as pair:
+        assert [group.planes for group in pair.decode.engine.layout.groups] == [("latent",), ("latent",), ("row",)]
+        judged = judged_in(pair.decode.engine, prompts, expected)
+        assert pair.answers(prompts, driving.greedy(12)) == expected
+        for prompt, answer in zip(prompts, expected, strict=True):
+            assert len(judged.drafts[(*prompt, answer[0])]) == DRAFT_TOKENS
+        require_formulas(judged, tiny)
         assert pair.decode.counters()["kv_handoffs_received_without_draft"] == 0
 
 

@@ -231,6 +231,7 @@ def test_numbers_may_have_vllm_s_units(given: str, told: str) -> None:
         (['{"method": "eagle3"}'], ["--speculate", "eagle3"]),
         (['{"method": "eagle3", "model": "./head"}'], ["--speculate", "./head"]),
         (['{"method": "draft_model", "model": "org/small"}'], ["--speculate", "org/small"]),
+        (['{"method": "mtp", "num_speculative_tokens": 1}'], ["--speculate", "mtp", "--draft-tokens", "1"]),
     ],
 )
 def test_vllm_s_drafters_are_ours(given: list[str], told: list[str]) -> None:

@@ -9,35 +9,24 @@ import torch
 from contracts.layout import ITEM_NBYTES, KVGroup, KVLayout
 from engine.cpu.joint_cache import GroupPages
 from engine.cpu.kv_cache import KVCache
-from models.eagle3 import Eagle3Config
 
 _PRESENCE_NBYTES = 4
 """The end of a block's row: int32, see engine.speculative.draft_presence."""
 
 
-def draft_layout(target: KVLayout, config: Eagle3Config, weights: str) -> KVLayout:
+def draft_layout(target: KVLayout, kv: KVGroup, hidden_size: int) -> KVLayout:
     """Return how a head's state lies in pages beside its target's.
 
-    It has two groups: KV, and of each block a row with the feature of its newest token and what of it the head has
-    read. `weights` is the fingerprint of the head.
+    It has two groups: its `kv`, and of each block a row with the feature of its newest token, `hidden_size` numbers,
+    and what of it the head has read.
     """
-    dtype = target.groups[0].dtype
-    kv = KVGroup(
-        kind="draft",
-        layers=tuple(range(config.num_layers)),
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        block_size=target.block_size,
-        dtype=dtype,
-        weights=weights,
-    )
     row = msgspec.structs.replace(
         kv,
         kind="draft_row",
         layers=(0,),
         planes=("row",),
         num_kv_heads=1,
-        head_dim=config.hidden_size + _PRESENCE_NBYTES // ITEM_NBYTES[dtype],
+        head_dim=hidden_size + _PRESENCE_NBYTES // ITEM_NBYTES[kv.dtype],
     )
     return KVLayout(model=target.model, block_size=target.block_size, groups=(kv, row))
 
@@ -53,11 +42,11 @@ class DraftCache:
     Behind the blocks there are `num_spare` more, for drafts that run beyond the blocks of their sequence.
     """
 
-    def __init__(self, layout: KVLayout, config: Eagle3Config, num_blocks: int, num_spare: int) -> None:
+    def __init__(self, layout: KVLayout, hidden_size: int, num_blocks: int, num_spare: int) -> None:
         self.num_blocks, self._layout = num_blocks, layout
         self.kv = KVCache(layout.of_groups([0]), num_blocks + num_spare)
         self._rows = np.zeros((1, num_blocks, layout.groups[1].page_nbytes(1)), np.uint8)
-        self.features_NH = torch.from_numpy(self._rows[0]).view(self.kv.dtype)[:, : config.hidden_size]
+        self.features_NH = torch.from_numpy(self._rows[0]).view(self.kv.dtype)[:, :hidden_size]
         self.presence_N: np.ndarray = self._rows[0, :, -_PRESENCE_NBYTES:].view(np.int32)[:, 0]
 
     @cached_property

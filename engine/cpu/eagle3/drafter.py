@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from engine.cpu.eagle3.draft_cache import DraftCache
-from engine.cpu.eagle3.head_rows import Eagle3Head, HeadRows
+from engine.cpu.eagle3.head_rows import DraftingHead, HeadRows
 from engine.cpu.eagle3.unread_rows import BlockState, UnreadRows, newest_of_blocks
 from engine.scheduler.batch import ScheduledChunk
 from engine.sequence import Sequence
@@ -28,7 +28,7 @@ class Eagle3Drafter:
     target's is, and prefix hits, preemption and replays find it.
     """
 
-    def __init__(self, head: Eagle3Head, cache: DraftCache) -> None:
+    def __init__(self, head: DraftingHead, cache: DraftCache) -> None:
         self._head, self._cache = head, cache
         self._size = cache.kv.layout.block_size
         self._presence = DraftPresence(cache.presence_N, self._size)

@@ -1,12 +1,10 @@
-"""The rows that an EAGLE3 head computes, and the interface of a head."""
+"""The rows that a drafting head computes, and its interface: EAGLE3, or multi-token prediction."""
 
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
-
-from models.eagle3 import Eagle3Config
 
 
 @dataclass(frozen=True)
@@ -42,10 +40,9 @@ class HeadOutput:
     features_SH: torch.Tensor
 
 
-class Eagle3Head(Protocol):
+class DraftingHead(Protocol):
     """A head with its weights, over a draft cache."""
 
-    config: Eagle3Config
     targets: np.ndarray
     """`[draft_vocab]` the target's token of each that is drafted."""
 

@@ -3,16 +3,16 @@
 Rows of q and k are interleaved, as the decoder's. H hidden size, K KV heads, D head size, R rows of a sequence.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from engine.cpu.batch_inputs import kv_write_index
-from engine.cpu.decode_attention import flash, page_index
 from engine.cpu.eagle3.draft_cache import DraftCache
+from engine.cpu.eagle3.head_attention import HeadAttention, lasts
 from engine.cpu.eagle3.head_rows import HeadOutput, HeadRows
+from engine.cpu.head_shape import HeadShape
 from engine.cpu.linear import Linear, NumberFormat
 from engine.model.rotary_embedding import rope_frequencies
 from engine.model_loader.eagle3_tensors import Eagle3Tensors
@@ -47,13 +47,13 @@ class HeadWeights:
 
 
 class TorchEagle3Head:
-    """See engine.cpu.eagle3.head_rows.Eagle3Head."""
+    """See engine.cpu.eagle3.head_rows.DraftingHead."""
 
     def __init__(
         self, config: Eagle3Config, weights: HeadWeights, targets: np.ndarray, cache: DraftCache, max_model_len: int
     ) -> None:
         self.config, self.targets = config, targets
-        self._weights, self._cache = weights, cache.kv
+        self._weights, self._attention = weights, HeadAttention(_shape(config), cache.kv)
         self._rope_TD = rope_frequencies(config, max_model_len)
 
     @torch.inference_mode()
@@ -78,7 +78,7 @@ class TorchEagle3Head:
             x = self._layer(index, x, rows)
         residual, q_MHD = self._queries(last, x, rows)
         ends = torch.from_numpy(rows.lasts_S)
-        x = self._finished(last, residual[ends], q_MHD[ends], _lasts(rows))
+        x = self._finished(last, residual[ends], q_MHD[ends], lasts(rows))
         normed = self._norm(x, self._weights.final_gain)
         return HeadOutput(self._weights.output(normed).float(), normed if self.config.norm_output else x)
 
@@ -88,7 +88,7 @@ class TorchEagle3Head:
     def _finished(self, index: int, residual: torch.Tensor, q_MHD: torch.Tensor, rows: HeadRows) -> torch.Tensor:
         """Return what leaves the layer of rows whose K and V are written, as those of all rows before them."""
         layer = self._weights.layers[index]
-        x = residual + layer.output(self._attend(q_MHD, index, rows))
+        x = residual + layer.output(self._attention.attend(q_MHD, index, rows))
         gate, up = layer.gate_up(self._norm(x, layer.mlp_gain)).float().chunk(2, 1)
         return x + layer.down(F.silu(gate) * up)
 
@@ -106,78 +106,15 @@ class TorchEagle3Head:
             q, k = self._norm(q, layer.q_gain), self._norm(k, layer.k_gain)
         positions = torch.from_numpy(rows.slots_M) - 1  # a row's position is that of its feature
         turns = self._rope_TD[positions][:, None]
-        self._write(index, torch.cat([_turned(k, turns), v], 1), rows)
+        self._attention.write(index, torch.cat([_turned(k, turns), v], 1), rows)
         return residual, _turned(q, turns)
-
-    def _write(self, index: int, kv_MHD: torch.Tensor, rows: HeadRows) -> None:
-        blocks = rows.tables_SN[rows.owners_M, rows.slots_M // self._cache.group.block_size]
-        places = kv_write_index(blocks.astype(np.int64), rows.slots_M.astype(np.int64), self._cache)
-        self._cache.rows(index).index_copy_(0, places, kv_MHD.to(self._cache.dtype).flatten(0, 1))
-
-    def _attend(self, q_MHD: torch.Tensor, index: int, rows: HeadRows) -> torch.Tensor:
-        """Return `[M, heads * D]`: all sequences at once where each has one row, else one after the other."""
-        if len(rows.owners_M) == len(rows.tables_SN):
-            return self._attend_alike(q_MHD, index, rows, 1)
-        counts = np.bincount(rows.owners_M, minlength=len(rows.tables_SN))
-        ends = np.cumsum(counts)
-        parts = [
-            self._attend_alike(q_MHD[end - count : end], index, _only(rows, owner, end - count, end), count)
-            for owner, (count, end) in enumerate(zip(counts.tolist(), ends.tolist(), strict=True))
-        ]
-        return torch.cat(parts)
-
-    def _attend_alike(self, q_MHD: torch.Tensor, index: int, rows: HeadRows, num_rows: int) -> torch.Tensor:
-        """Return the same of sequences with `num_rows` each; the context is padded to the longest."""
-        config, group = self.config, self._cache.group
-        num_blocks = int(rows.slots_M.max()) // group.block_size + 1
-        pages = page_index(rows.tables_SN[:, :num_blocks].astype(np.int64), group, self._cache.num_blocks)
-        k, v = (
-            self._cache.pages(index)
-            .index_select(0, pages)
-            .view(2, len(rows.tables_SN), config.num_kv_heads, -1, config.head_dim)
-        )
-        shared = config.num_heads // config.num_kv_heads
-        q = q_MHD.to(self._cache.dtype).view(-1, num_rows, config.num_kv_heads, shared * config.head_dim)
-        q_SKRD = q.transpose(1, 2).reshape(len(k), config.num_kv_heads, num_rows * shared, config.head_dim)
-        mask = _mask(rows, num_rows, num_blocks * group.block_size).repeat_interleave(shared, 1)
-        out, _ = flash(q_SKRD, k, v, 0.0, False, attn_mask=mask[:, None].to(q.dtype), scale=config.head_dim**-0.5)
-        out = out.view(len(k), config.num_kv_heads, num_rows, -1).transpose(1, 2)
-        return out.reshape(len(q_MHD), config.num_heads * config.head_dim)
 
     def _norm(self, x: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, (len(gain),), gain, self.config.norm_eps)
 
 
-def _lasts(rows: HeadRows) -> HeadRows:
-    """Return the last row of each sequence."""
-    ends = rows.lasts_S
-    return replace(
-        rows,
-        features_MH=rows.features_MH[torch.from_numpy(ends)],
-        tokens_M=rows.tokens_M[ends],
-        slots_M=rows.slots_M[ends],
-        owners_M=rows.owners_M[ends],
-    )
-
-
-def _only(rows: HeadRows, owner: int, first: int, end: int) -> HeadRows:
-    """Return the rows of one sequence."""
-    return replace(
-        rows,
-        tables_SN=rows.tables_SN[owner : owner + 1],
-        seen_from_S=rows.seen_from_S[owner : owner + 1],
-        slots_M=rows.slots_M[first:end],
-    )
-
-
-def _mask(rows: HeadRows, num_rows: int, num_slots: int) -> torch.Tensor:
-    """Return the mask `[S, R, slots]` of rows.
-
-    They see the slots from the first that is there up to their own.
-    """
-    slots, context = rows.slots_M.reshape(-1, num_rows, 1), np.arange(num_slots)
-    is_seen = (context <= slots) & (context >= rows.seen_from_S[:, None, None])
-    return torch.from_numpy(np.where(is_seen, np.float32(0), np.float32(-np.inf)))
+def _shape(config: Eagle3Config) -> HeadShape:
+    return HeadShape(config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim**-0.5)
 
 
 def _turned(x_MHD: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:

@@ -46,7 +46,7 @@ class EmbeddingRows:
 
 
 class NativeEagle3Head:
-    """See engine.cpu.eagle3.head_rows.Eagle3Head. `held`: all that the struct points to."""
+    """See engine.cpu.eagle3.head_rows.DraftingHead. `held`: all that the struct points to."""
 
     def __init__(
         self,

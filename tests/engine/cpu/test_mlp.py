@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from checkpoint.huggingface.model_config import model_config
-from engine.cpu.decoder import CpuLayerWeights, Decoder, DecoderWeights
+from engine.cpu.decoder_layer import CpuLayerWeights, Residual
 from engine.cpu.expert_router import ExpertRouter
 from engine.cpu.head_projection import HeadProjection
 from engine.cpu.linear import FORMATS, PhasedLinear
@@ -97,10 +97,10 @@ def test_rows_of_prompts_and_of_answers_keep_their_bits_beside_each_other(mlp):
     linear = FORMATS["int4"].pack(random(HIDDEN, HIDDEN))
     layer = CpuLayerWeights(None, HeadProjection(TINY, linear, None, None), linear, None, mlp())
     assert linear.is_uniform and not layer.mlp.is_uniform
-    decoder = Decoder(TINY, DecoderWeights(random(3, HIDDEN), (layer,), None, linear._answer, random(HIDDEN)), 64)
+    behind = Residual(TINY).behind
     x, mixed = random(11, HIDDEN), random(11, HIDDEN).flip(0)
-    answers, prompts = decoder._mlp(layer, x[:4], mixed[:4], 4), decoder._mlp(layer, x[4:], mixed[4:], 0)
-    assert torch.equal(decoder._mlp(layer, x, mixed, 4), torch.cat([answers, prompts]))
+    answers, prompts = behind(layer, x[:4], mixed[:4], 4), behind(layer, x[4:], mixed[4:], 0)
+    assert torch.equal(behind(layer, x, mixed, 4), torch.cat([answers, prompts]))
 
 
 def test_far_out_a_gate_is_all_or_nothing():

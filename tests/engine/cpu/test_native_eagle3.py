@@ -103,7 +103,7 @@ def test_beside_torch_s_path_the_kernels_compute_the_head_where_they_are(
     folder, _, prompts, _ = target
     head = save_head(tmp_path, HEADS["plain"], open_checkpoint(str(folder)).config)
     if not is_built:
-        monkeypatch.setattr("engine.cpu.loader.load_kernels", unbuilt)
+        monkeypatch.setattr("engine.cpu.eagle3.loader.load_kernels", unbuilt)
     chosen: dict[str, Any] = {"model": str(folder), "dtype": dtype, "num_threads": 2}
     engine = load_engine(settings(speculate=str(head), adapts_drafts=False, **chosen))
     judged = judge(engine, prompts, [[] for _ in prompts])

@@ -7,6 +7,7 @@ from engine.sequence import Sequence
 from engine.speculative.proposer import Draft, Proposer
 from tests.engine.speculative.drafting import KnowingProposer
 from tests.engine.speculative.tiny_heads import ReferenceDrafts
+from tests.engine.speculative.tiny_mtp import TinyMtp
 
 
 class Judged(Proposer):
@@ -44,7 +45,7 @@ def note(engine: Engine, verified: Proposer | None = None) -> Judged:
     return judged
 
 
-def require_formulas(judged: Judged, reference: ReferenceDrafts) -> None:
+def require_formulas(judged: Judged, reference: ReferenceDrafts | TinyMtp) -> None:
     """Compare each draft that was noted with the reference's, token by token."""
     assert judged.drafts
     for tokens, draft in judged.drafts.items():

@@ -1,0 +1,1 @@
+"""A model's own layer for multi-token prediction as its drafter, in torch."""
