@@ -23,6 +23,7 @@ from gateway.observability.metrics import Metrics
 from gateway.observability.tracing import open_tracing
 from gateway.prompting.chat_template import Prompting
 from gateway.settings import GatewaySettings
+from gateway.tenants.tenant_watch import open_tenants, watch_tenants
 from process.garbage_collector import freeze_startup_objects
 from process.ready_file import ReadyFile
 from process.sockets import listen
@@ -48,13 +49,14 @@ async def run(settings: GatewaySettings, store: Store) -> int:
         planner = MigrationPolicy(settings.migration_reasons)
         dispatch = Dispatcher(StorePlacement(store, gateway_id), gateway_id, secret, checkpoint.name, planner)
         [model, *aliases], version = settings.model_names or [checkpoint.name], release()
-        metrics = Metrics(dispatch, model, version, checkpoint.config.max_model_len)
+        tenants = open_tenants(settings.tenants)
+        metrics = Metrics(dispatch, model, version, checkpoint.config.max_model_len, tenants)
         tracing = open_tracing(os.environ, model, version)
         if checkpoint.advice != Advice():
             log.info("where a request does not say, the model's advice or the settings do: %s", checkpoint.advice)
         created, prompting = int(time.time()), Prompting(checkpoint, settings.tool_parser)
         parts = (settings, checkpoint, prompting, dispatch, metrics, model, version, created, tracing)
-        front = AppContext(*parts, aliases=tuple(aliases))
+        front = AppContext(*parts, aliases=tuple(aliases), tenants=tenants)
         return await _serve(front, store, listener)
     finally:
         listener.close()
@@ -65,16 +67,20 @@ async def _serve(front: AppContext, store: Store, listener: socket.socket) -> in
     app = make_app(front)
     add_console(app, front.dispatch, store)
     server = UvicornServer(http_config(app))
-    serving, ready_file = None, ReadyFile(front.settings.ready_file)
+    serving, watching, ready_file = None, None, ReadyFile(front.settings.ready_file)
     try:
         await front.dispatch.start()
         serving = asyncio.create_task(server.serve(sockets=[listener]))
+        if front.settings.tenants is not None:
+            watching = asyncio.create_task(watch_tenants(front.settings.tenants, front.tenants))
         freeze_startup_objects()
         announce(front.settings.host, listener, ready_file)
         await asyncio.wait({serving})  # not `await serving`: a signal must not cancel it before it has closed
         return 0
     finally:
         server.should_exit = True
+        if watching is not None:
+            watching.cancel()
         await front.dispatch.stop()
         if serving is not None:
             await asyncio.wait({serving}, timeout=5)

@@ -36,6 +36,7 @@ class GatewaySettings(BaseSettings):
     pool: str = Field("default", description="workers and gateways of one pool serve one model together")
     secret: SecretStr = Field(SecretStr(""), description="shared by all services of a pool (better by environment)")
     api_key: SecretStr = Field(SecretStr(""), description="what clients must show, or several with commas; empty: none")
+    tenants: Path | None = Field(None, description="TOML file of tenants, their keys and limits; read when it changes")
     cors_origins: str = Field("", description="sites whose pages may call, with commas; * for all; empty: none")
     root_path: str = Field("", description="path under which a proxy offers this gateway")
     request_timeout_s: float = Field(600.0, gt=0, description="every accepted request ends within this time")

@@ -15,9 +15,13 @@ class ConcurrencyLimit:
         self._limit = limit
         self.num_taken = 0
 
+    @property
+    def num_free(self) -> int:
+        return self._limit - self.num_taken
+
     def take(self, count: int) -> None:
         """Raises Overloaded, and then nothing is taken."""
-        if self.num_taken + count > self._limit:
+        if count > self.num_free:
             raise Overloaded(f"more than {self._limit} answers in progress")
         self.num_taken += count
 

@@ -1,6 +1,5 @@
 """API keys: which clients may ask."""
 
-import hmac
 from collections.abc import Callable
 
 from starlette.datastructures import Headers
@@ -9,33 +8,44 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.console.routes import FILES
+from gateway.tenants.tenant_accounts import TenantAccounts
+from gateway.tenants.tenant_file import digest_of
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/metrics", "/version", *FILES})
 
 
 class ApiKeyMiddleware:
-    """A door for clients that show one of the keys, while what watches over the service needs none.
+    """A door for clients that show a key, while what watches over the service needs none.
 
-    They show it as `Authorization: Bearer KEY`, or as `X-Api-Key: KEY`, as Anthropic's clients do.
-    `refuse` makes the response for the others, with the words that it is given.
+    A key is shown as `Authorization: Bearer KEY`, or as `X-Api-Key: KEY`, as Anthropic's clients do. A request carries
+    the account of the tenant whose key it shows. `refuse` makes the response for the others, with the words that it
+    is given.
     """
 
-    def __init__(self, app: ASGIApp, keys: str, refuse: Callable[[Request, str], Response]) -> None:
-        self._app, self._refuse = app, refuse
-        self._keys = [key.encode() for key in map(str.strip, keys.split(",")) if key]
+    def __init__(
+        self, app: ASGIApp, keys: str, refuse: Callable[[Request, str], Response], tenants: TenantAccounts
+    ) -> None:
+        self._app, self._refuse, self._tenants = app, refuse, tenants
+        self._digests = frozenset(digest_of(key) for key in map(str.strip, keys.split(",")) if key)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or _is_open(scope) or self._knows(Headers(scope=scope)):
+        if scope["type"] != "http" or _is_open(scope):
             return await self._app(scope, receive, send)
+        for key in _shown(Headers(scope=scope)):
+            account = self._tenants.of_key(key)
+            if account is not None or digest_of(key) in self._digests:
+                scope.setdefault("state", {})["tenant"] = account
+                return await self._app(scope, receive, send)
         response = self._refuse(Request(scope), "a valid API key is needed: Authorization: Bearer KEY")
         await response(scope, receive, send)
 
-    def _knows(self, headers: Headers) -> bool:
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        tokens = [given] if scheme.lower() == "bearer" else []
-        shown = [token.strip().encode("latin-1") for token in (*tokens, headers.get("x-api-key", ""))]
-        # All of them: how long it takes tells nothing.
-        return any([hmac.compare_digest(one, key) for one in shown for key in self._keys])
+
+def _shown(headers: Headers) -> list[str]:
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    tokens = [token] if scheme.lower() == "bearer" else []
+    # Headers are read as Latin-1; a key with other letters came as UTF-8.
+    shown = [*tokens, headers.get("x-api-key", "")]
+    return [key.strip().encode("latin-1").decode(errors="surrogateescape") for key in shown]
 
 
 def _is_open(scope: Scope) -> bool:

@@ -24,8 +24,9 @@ def make_app(context: AppContext) -> FastAPI:
 
 
 def _add_access(app: FastAPI, context: AppContext) -> None:
-    if keys := context.settings.api_key.get_secret_value():
-        app.add_middleware(ApiKeyMiddleware, keys=keys, refuse=unauthorized)
+    keys = context.settings.api_key.get_secret_value()
+    if keys or context.settings.tenants is not None:
+        app.add_middleware(ApiKeyMiddleware, keys=keys, refuse=unauthorized, tenants=context.tenants)
     origins = [origin for origin in map(str.strip, context.settings.cors_origins.split(",")) if origin]
     if origins:  # outside of the keys: a browser asks beforehand, and shows none
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])

@@ -1,6 +1,6 @@
 """What the endpoints of one gateway share."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 from fastapi import Depends, Request
@@ -16,6 +16,7 @@ from gateway.prompting.chat_template import Prompting
 from gateway.prompting.request_fields import Detailed
 from gateway.prompting.token_budget import ServingLimits
 from gateway.settings import GatewaySettings
+from gateway.tenants.tenant_accounts import TenantAccounts
 
 MAX_WHOLE_BODIES = 64
 """So many of the longest that are allowed may be on their way at once: half a GiB of them."""
@@ -38,6 +39,7 @@ class AppContext:
     created: int
     tracing: Tracing | None = None
     aliases: tuple[str, ...] = ()
+    tenants: TenantAccounts = field(default_factory=TenantAccounts)
 
     def __post_init__(self) -> None:
         self.admission = ConcurrencyLimit(self.settings.max_inflight)

@@ -1,5 +1,7 @@
 """From a prepared request to the response that runs and writes it."""
 
+from dataclasses import replace
+
 from fastapi import Request, Response
 
 from gateway.api.response_formatter import ResponseFormatter
@@ -10,6 +12,7 @@ from gateway.http.streaming_response import GenerationResponse
 from gateway.prompting.generation_request import GenerationRequest
 from gateway.prompting.request_fields import Common
 from gateway.serving.generation_run import GenerationRun, Style
+from gateway.tenants.tenant_accounts import TenantAccount
 
 WHOLE = Style(stream=False, include_usage=False, continuous_usage=False)
 
@@ -26,6 +29,9 @@ def begin_generation(
 ) -> Response:
     """Return the same in a given style."""
     context: AppContext = request.app.state.context
+    account: TenantAccount | None = getattr(request.state, "tenant", None)
+    if account is not None:
+        asks = [replace(ask, priority=account.urgency(ask.priority)) for ask in asks]
     eos = tuple(context.checkpoint.eos_token_ids)
     serving = GenerationRun(
         id=replies.id,
@@ -34,6 +40,7 @@ def begin_generation(
         style=style,
         dispatch=context.dispatch,
         admission=context.admission,
+        account=account,
         metrics=context.metrics,
         timeout_s=context.settings.request_timeout_s,
         started_s=request.state.started_s,

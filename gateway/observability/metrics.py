@@ -1,6 +1,6 @@
 """What the gateway counts, as Prometheus text; generation_run counts an answer as it goes and ends."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
@@ -11,8 +11,10 @@ from coordinator.migration_policy import MigrationReason
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.error_codes import KNOWN
 from gateway.generation.time_account import non_overlapped_transfer_s, stage_seconds
+from gateway.observability.tenant_metrics import TenantMetrics
 from gateway.observability.vllm_metrics import VllmMetrics
 from gateway.observability.worker_metrics import WorkerMetrics
+from gateway.tenants.tenant_accounts import TenantAccount
 from process.garbage_collector import COLLECTIONS
 from process.listener import PAUSES
 
@@ -23,7 +25,14 @@ _SHORT_SECONDS = (0.0005, 0.001, 0.002, *_SECONDS)
 class Metrics:
     """The counts, gauges and histograms of one gateway. Times are in seconds."""
 
-    def __init__(self, dispatch: Dispatcher, model: str, version: str, max_model_len: int = 100_000) -> None:
+    def __init__(
+        self,
+        dispatch: Dispatcher,
+        model: str,
+        version: str,
+        max_model_len: int = 100_000,
+        tenants: Iterable[TenantAccount] = (),
+    ) -> None:
         registry = self._registry = CollectorRegistry()
         self.requests = Counter("tandem_gateway_requests", "requests by outcome", ["code"], registry=registry)
         for code in KNOWN:  # from 0 on: no rate sees a count that begins with its first request
@@ -42,6 +51,7 @@ class Metrics:
         inflight.set_function(lambda: dispatch.num_inflight)
         registry.register(_Counts(dispatch))
         registry.register(WorkerMetrics(dispatch, model))
+        registry.register(TenantMetrics(tenants))
         self.vllm = VllmMetrics(registry, dispatch, model, max_model_len)
         labels = ("handler", "method", "status")
         self.http_requests = Counter("http_requests", "HTTP requests by status class", labels, registry=registry)

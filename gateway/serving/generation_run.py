@@ -22,6 +22,7 @@ from gateway.generation.generation_state import GenerationState, OutputDelta
 from gateway.generation.usage import Usage
 from gateway.observability.metrics import Metrics
 from gateway.observability.tracing import Trace
+from gateway.tenants.tenant_accounts import TenantAccount
 
 log = logging.getLogger("gateway.requests")
 
@@ -52,6 +53,7 @@ class GenerationRun:
     timeout_s: float
     started_s: float
     receive_s: float
+    account: TenantAccount | None = None
     echo_id: str = ""
     trace: Trace | None = None
 
@@ -79,8 +81,7 @@ class GenerationRun:
         Raises Overloaded or Unavailable, and then there is none.
         """
         prepared_s = time.monotonic()
-        self.admission.take(len(self.answers))
-        self._num_admitted = len(self.answers)
+        self._take_room(prepared_s)
         try:
             async with asyncio.timeout(max(0.0, self._deadline_s - time.monotonic())):
                 await self._begin()
@@ -126,10 +127,42 @@ class GenerationRun:
         self.cancel("the client disconnected" if disconnected else "the request ended")
         if self._deadline_timer is not None:
             self._deadline_timer.cancel()
-        self.admission.give_back(self._num_admitted)
+        self._give_room_back()
         status = 499 if disconnected else error_of(error)[0] if error is not None else 200
         code = "disconnected" if disconnected else error.code if error is not None else "ok"
         self._count(status, code)
+
+    def _take_room(self, now: float) -> None:
+        """Raises Overloaded, and then nothing is taken.
+
+        A tenant may hold so many answers as are free, by its weight: with others that do the same it is left a fair
+        part, and a newcomer finds room (dynamic thresholds, Choudhury and Hahne 1998).
+        """
+        count, account = len(self.answers), self.account
+        if account is None:
+            self.admission.take(count)
+        else:
+            most = account.tenant.weight * self.admission.num_free
+            if account.num_inflight + count > max(most, 1) and self.admission.num_taken:
+                why = f"has {account.num_inflight} answers in progress, and its part of this gateway is {most:.0f}"
+                raise account.refusal("share", why, 1.0)
+            account.take(count, _usage(self.answers).prompt_tokens, now)
+            try:
+                self.admission.take(count)
+            except Overloaded:
+                account.give_back(count, _usage(self.answers).prompt_tokens, now)
+                raise
+        self._num_admitted = count
+
+    def _give_room_back(self) -> None:
+        self.admission.give_back(self._num_admitted)
+        if self.account is not None and self._num_admitted:
+            usage, now = _usage(self.answers), time.monotonic()
+            if self._is_placed:
+                counts = usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens
+                self.account.end(self._num_admitted, *counts, now)
+            else:
+                self.account.give_back(self._num_admitted, usage.prompt_tokens, now)
 
     async def _begin(self) -> None:
         """Begin as many of the others as have a place. Raises Overloaded if none of all has one."""
@@ -214,6 +247,7 @@ class GenerationRun:
             metrics.account(answer.stages_s)
         facts = {
             "id": self.id,
+            **({} if self.account is None else {"tenant": self.account.name}),
             "request_id": self._unique_id,
             "status": status,
             "code": code,

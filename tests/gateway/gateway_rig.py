@@ -32,6 +32,7 @@ from gateway.http.server import Protocol
 from gateway.observability.metrics import Metrics
 from gateway.prompting.chat_template import Prompting
 from gateway.settings import GatewaySettings
+from gateway.tenants.tenant_watch import open_tenants
 from gateway.tool_calling.registry import ParserName
 from process.deep_stack_threads import DeepThreads
 from process.sockets import listen
@@ -149,15 +150,17 @@ async def _running(checkpoint: Checkpoint, workers: Sequence[FakeWorker], store,
     given = GatewaySettings(secret=SECRET, **settings)  # type: ignore[arg-type]
     prompting = _prompting(checkpoint, given.tool_parser)
     checkpoint = _with_shared_tokenizer(checkpoint)
+    tenants = open_tenants(given.tenants)
     front = AppContext(
         given,
         checkpoint,
         prompting,
         dispatch,
-        Metrics(dispatch, checkpoint.name, "0"),
+        Metrics(dispatch, checkpoint.name, "0", tenants=tenants),
         checkpoint.name,
         "0",
         0,
+        tenants=tenants,
     )
     listener = listen("127.0.0.1", 0)
     config = uvicorn.Config(make_app(front), http=Protocol, log_level="warning", timeout_graceful_shutdown=1)

@@ -1,0 +1,1 @@
+"""Tenants: who a key belongs to, what each may take, and what each has taken."""
