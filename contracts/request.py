@@ -43,7 +43,8 @@ class Job(msgspec.Struct, frozen=True, tag="job"):
 
     `timeout_s` is what is left of the request's budget when the job is sent: a span, because clocks differ between
     machines. Among waiting jobs the one with the lowest `priority` goes first, and of equal ones the one that came
-    first. Only jobs with the same `cache_salt` share prefixes. The last `num_answered` of `token_ids` belong to the
+    first; of different tenants the one that has had less for its `weight`. Only jobs with the same `cache_salt` share
+    prefixes. The last `num_answered` of `token_ids` belong to the
     answer, which was begun elsewhere and goes on after them.
     """
 
@@ -56,6 +57,8 @@ class Job(msgspec.Struct, frozen=True, tag="job"):
     cache_salt: str = ""
     num_answered: int = 0
     is_migration: bool = False
+    tenant: str = ""
+    weight: float = 1.0
 
     @property
     def request_id(self) -> RequestId:

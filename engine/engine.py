@@ -33,6 +33,7 @@ from engine.cache.kv_groups import KVGroups
 from engine.cache.load_plan import LowerTiers
 from engine.cache.prefix_insertion import PrefixInserter
 from engine.draft_verification import DraftVerification
+from engine.fair_turns import Turn
 from engine.forward_pass import ForwardPass
 from engine.handoff import Handoff
 from engine.intake import Intake
@@ -173,14 +174,18 @@ class Engine:
         """
         self._requests.release(request_id)
 
-    def arrive(self) -> int:
-        """Return a place in the order of arrival, for a request that is offered now and may be reserved later."""
-        return self.scheduler.next_arrival()
+    def arrive(self, request: EngineRequest) -> Turn:
+        """Return the turn of a request that is offered now and may be reserved later, unless it is given up."""
+        return self.scheduler.turns.give(request.priority, request.tenant, request.cost)
 
-    def reserve(self, request: EngineRequest, arrival: int | None = None, num_tokens: int | None = None) -> Reservation:
+    def give_up_turn(self, request: EngineRequest) -> None:
+        """Forget the turn of a request that arrived and is not to be reserved."""
+        self.scheduler.turns.give_back(request.priority, request.tenant, request.cost)
+
+    def reserve(self, request: EngineRequest, turn: Turn | None = None, num_tokens: int | None = None) -> Reservation:
         """Reserve pages for the prompt of a request whose KV will arrive, and for token 0.
 
-        Incoming blocks are held twice: by request and writer. `arrival`: see `arrive`; None is after all others.
+        Incoming blocks are held twice: by request and writer. `turn`: see `arrive`; None is after all others.
         `num_tokens`: of an answer that moves here while it goes on, so much KV may arrive; what `adopt` finds unused
         is free again.
 
@@ -188,7 +193,7 @@ class Engine:
         earlier prompt that waits; RequestError if they never will. The last that was refused is left room by prompts
         that come after it, until it is reserved or released.
         """
-        return self._handoff.reserve(request, arrival, num_tokens)
+        return self._handoff.reserve(request, turn, num_tokens)
 
     def load_reserved(self, request_id: RequestId, tokens_per_s: float) -> bool:
         """Begin to fill the first pages of a reservation from lower tiers, if that pays.

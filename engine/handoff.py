@@ -12,6 +12,7 @@ from contracts.ids import BlockId, RequestId
 from engine.backend import Runner
 from engine.cache.block_pool import BlockPool
 from engine.cache.prefix_insertion import PrefixInserter
+from engine.fair_turns import Turn, Urgency
 from engine.intake import Intake
 from engine.messages import EngineRequest, Reservation
 from engine.request_release import RequestRelease
@@ -52,7 +53,7 @@ class Handoff:
         self._refused: tuple[RequestId, int, int] | None = None
         self._why_refused = ""
 
-    def reserve(self, request: EngineRequest, arrival: int | None = None, num_tokens: int | None = None) -> Reservation:
+    def reserve(self, request: EngineRequest, turn: Turn | None = None, num_tokens: int | None = None) -> Reservation:
         """See Engine.reserve."""
         num_known = len(request.token_ids)
         if num_tokens is not None and not num_known <= num_tokens < self._max_model_len:
@@ -61,7 +62,9 @@ class Handoff:
                 f"there must be room for these, and less than {self._max_model_len} have KV"
             )
         num_incoming = num_known if num_tokens is None else num_tokens
-        urgency = request.priority, self._scheduler.next_arrival() if arrival is None else arrival
+        if turn is None:
+            turn = self._scheduler.turns.give(request.priority, request.tenant, request.cost)
+        urgency = request.priority, turn
         try:
             sequence = self._with_pages(request, urgency, num_known, num_incoming)
         except OutOfBlocks as error:
@@ -75,7 +78,8 @@ class Handoff:
         self._pool.retain(incoming)
         assert sequence.lease is not None
         sequence.lease.num_owners += 1
-        sequence.status, sequence.arrival = Status.RESERVED, urgency[1]
+        sequence.status, sequence.turn = Status.RESERVED, turn
+        self._scheduler.turns.begin(*urgency)
         if num_tokens is not None:  # the tokens of the answer were decoded
             sequence.num_prefilled = sequence.answer_start
         self._table.add(sequence)
@@ -182,9 +186,7 @@ class Handoff:
             sequence.blocks = array("i", sequence.blocks[:num_blocks])
             self._pool.release(unused)
 
-    def _with_pages(
-        self, request: EngineRequest, urgency: tuple[int, int], num_known: int, num_incoming: int
-    ) -> Sequence:
+    def _with_pages(self, request: EngineRequest, urgency: Urgency, num_known: int, num_incoming: int) -> Sequence:
         """Return a sequence that has its pages, for `num_known` to `num_incoming` tokens. Raises OutOfBlocks."""
         num_spare = self._room_left(urgency)
         tried = request.request_id, self._pool.num_gains, num_spare
@@ -201,7 +203,7 @@ class Handoff:
             raise OutOfBlocks(self._why_refused)
         return sequence
 
-    def _room_left(self, urgency: tuple[int, int]) -> int:
+    def _room_left(self, urgency: Urgency) -> int:
         """Return the blocks that are left to those that come before. Raises OutOfBlocks if there is no place."""
         num_reserved = self._table.count(Status.RESERVED)
         num_places, num_spare = self._scheduler.room_before(urgency, num_reserved)

@@ -100,4 +100,6 @@ def _sequence(request: EngineRequest) -> Sequence:
         num_answered=request.num_answered,
         accepted_loss=request.loss,
         late_s=request.late_s,
+        tenant=request.tenant,
+        cost=request.cost,
     )

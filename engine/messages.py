@@ -16,7 +16,8 @@ from contracts.sampling import SamplingParams
 class EngineRequest:
     """`handoff`: after its first token the sequence stops and keeps its blocks until `release`.
 
-    Lower `priority`: sooner. Cached prefixes are shared with requests of the same `cache_salt` only. The last
+    Lower `priority`: sooner; within one, `tenant`s that have had less for their `weight`. Cached prefixes are shared
+    with requests of the same `cache_salt` only. The last
     `num_answered` of `token_ids` are computed as prompt and count as answer: they were drawn elsewhere. `loss`: of the
     cached KV that it may use where there is none that is exact, see contracts.kv_loss. `late_s`: the seconds that it
     has waited for KV of other workers, less what computing what came would have taken; tiers may add the less then.
@@ -31,6 +32,13 @@ class EngineRequest:
     num_answered: int = 0
     loss: str = EXACT
     late_s: float = 0.0
+    tenant: str = ""
+    weight: float = 1.0
+
+    @property
+    def cost(self) -> float:
+        """Return what its turn costs its tenant: the tokens of its prompt, over the tenant's weight."""
+        return len(self.token_ids) / self.weight
 
 
 @dataclass(frozen=True)

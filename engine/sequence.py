@@ -9,6 +9,7 @@ from contracts.hashing import chain_hashes, salted
 from contracts.ids import RequestId
 from contracts.kv_loss import EXACT, joined
 from contracts.sampling import SamplingParams
+from engine.fair_turns import Turn, Urgency
 from engine.page_lease import PageLease
 
 
@@ -57,6 +58,8 @@ class Sequence:
         num_answered: int = 0,
         accepted_loss: str = EXACT,
         late_s: float = 0.0,
+        tenant: str = "",
+        cost: float = 0.0,
     ) -> None:
         self.request_id = request_id
         self.sampling = sampling
@@ -70,7 +73,8 @@ class Sequence:
         self.lease: PageLease | None = None
         self.digests: list[bytes] = []
         self.cache_salt, self._root = cache_salt, salted(cache_salt)
-        self.arrival = -1
+        self.tenant, self.cost = tenant, cost
+        self.turn: Turn | None = None
         self.num_pending = 0
         self.num_computed = 0
         self.num_inserted_blocks = 0
@@ -85,9 +89,10 @@ class Sequence:
         self.draw_key: int | None = None
 
     @property
-    def urgency(self) -> tuple[int, int]:
+    def urgency(self) -> Urgency:
         """The smallest goes first."""
-        return self.priority, self.arrival
+        assert self.turn is not None, f"request {self.request_id} has no turn"
+        return self.priority, self.turn
 
     @property
     def num_generated(self) -> int:

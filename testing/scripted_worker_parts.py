@@ -10,6 +10,7 @@ from contracts.layout import KVLayout
 from contracts.request import Job, Route
 from contracts.sampling import SamplingParams
 from engine.cache.kv_groups import KVGroups, no_groups
+from engine.fair_turns import Turn
 from engine.messages import EngineRequest, Reservation, StepOutput
 from testing.worker_twins import LAYOUT, worker_ref
 from worker.core.attempt_table import AttemptTable
@@ -64,9 +65,12 @@ class ScriptedEngine(Remembering):
     num_arrived: int = 0
     num_saved: int = 0
 
-    def arrive(self) -> int:
+    def arrive(self, request: EngineRequest) -> Turn:
         self.num_arrived += 1
-        return self.num_arrived
+        return 0.0, self.num_arrived
+
+    def give_up_turn(self, request: EngineRequest) -> None:
+        """Forget that it arrived: nothing here counts."""
 
     def incoming_writer_ended(self, request_id: RequestId, num_checked: int = 0) -> int:
         """Keep all that was checked."""
@@ -82,12 +86,12 @@ class ScriptedEngine(Remembering):
         loaded, self.loaded = self.loaded, []
         return loaded
 
-    def reserve(self, request: EngineRequest, arrival: int | None = None, num_tokens: int | None = None) -> Reservation:
+    def reserve(self, request: EngineRequest, turn: Turn | None = None, num_tokens: int | None = None) -> Reservation:
         num_blocks = self.layout.num_blocks(len(request.token_ids))
         if num_blocks > self.free:
             raise OutOfBlocks(f"{num_blocks} blocks wanted, {self.free} free")
         self.free -= num_blocks
-        self.calls.append(("reserve", (request.request_id, arrival)))
+        self.calls.append(("reserve", (request.request_id, turn)))
         blocks = [BlockId(number) for number in range(num_blocks)]
         return Reservation(request.request_id, blocks, [0] * num_blocks, self.skip_tokens)
 

@@ -90,21 +90,21 @@ class FakeEngine:
         prompt = list(request.token_ids)
         self.sequences[request.request_id] = FakeSequence(request, prompt, self.layout.num_blocks(len(prompt)))
 
-    def arrive(self) -> int:
-        return 0
+    def arrive(self, request: EngineRequest) -> tuple[float, int]:
+        return 0.0, 0
 
-    def reserve(self, request: EngineRequest, arrival: int | None = None, num_tokens: int | None = None) -> Reservation:
+    give_up_turn = arrive  # turns count nothing here
+
+    def reserve(self, request: EngineRequest, turn: object = None, num_tokens: int | None = None) -> Reservation:
         prompt = list(request.token_ids)
-        num_blocks = self.layout.num_blocks(len(prompt))
-        if self.held + num_blocks > self.capacity:
+        if self.held + (num_blocks := self.layout.num_blocks(len(prompt))) > self.capacity:
             raise OutOfBlocks("no pages")
         if any(sequence.state == "preempted" for sequence in self.sequences.values()):
             raise OutOfBlocks("preempted requests come first")
         assert request.request_id not in self.sequences and request.request_id not in self.writers
         self.sequences[request.request_id] = FakeSequence(request, prompt, num_blocks, state="reserved")
         self.writers[request.request_id] = num_blocks
-        blocks = [BlockId(i) for i in range(num_blocks)]
-        return Reservation(request.request_id, blocks, [0] * num_blocks, 0)
+        return Reservation(request.request_id, [BlockId(i) for i in range(num_blocks)], [0] * num_blocks, 0)
 
     def prepare(self, request_id: RequestId) -> None:
         assert self.sequences[request_id].state == "reserved"

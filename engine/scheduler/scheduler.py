@@ -18,6 +18,7 @@ from contracts.ids import RequestId
 from contracts.kv_loss import EXACT
 from engine.cache.block_pool import BlockPool
 from engine.cache.load_plan import LowerTiers
+from engine.fair_turns import FairTurns, Urgency
 from engine.prefix_loads import end_load, missing_prefix
 from engine.scheduler.batch import Batch, ScheduledChunk
 from engine.scheduler.draft_rows import DraftRows
@@ -52,12 +53,12 @@ class PendingReservation:
     """What an offer from elsewhere waits for: a place among those that run, and so many blocks."""
 
     request_id: RequestId
-    urgency: tuple[int, int]
+    urgency: Urgency
     num_blocks: int
 
 
 class Scheduler:
-    """The order of requests: by priority, and within one first come, first served.
+    """The order of requests: by priority, and within one by turns that are fair among tenants (FairTurns).
 
     The one that waits longest is not promised a turn while more urgent ones keep coming. When blocks run out, the least
     urgent sequence gives its own back and is computed again later.
@@ -80,7 +81,7 @@ class Scheduler:
         self.mixed_budget = MixedBudget(
             limits.max_mixed_tokens, pool.block_size, limits.graph_rows, limits.itl_objective_s
         )
-        self._next_arrival = 0
+        self.turns = FairTurns()
         self._refused: tuple[Sequence, int, int] | None = None
         self.claim: PendingReservation | None = None
         self.waiting: list[Sequence] = []
@@ -100,15 +101,11 @@ class Scheduler:
         """Return how many have their pages: those that run, and those whose prefix is being loaded."""
         return len(self.running) + len(self.loading)
 
-    def has_preempted_before(self, urgency: tuple[int, int]) -> bool:
+    def has_preempted_before(self, urgency: Urgency) -> bool:
         preempted = (sequence for sequence in self.waiting if sequence.started or sequence.has_grown)
         return any(sequence.urgency < urgency for sequence in preempted)
 
-    def next_arrival(self) -> int:
-        self._next_arrival += 1
-        return self._next_arrival - 1
-
-    def room_before(self, urgency: tuple[int, int], num_reserved: int) -> tuple[int, int]:
+    def room_before(self, urgency: Urgency, num_reserved: int) -> tuple[int, int]:
         """Return the places and blocks that an offer leaves to the first that waits.
 
         So the next step finds it room: beside the offer and all that run or may run by then, which grow by up to a
@@ -128,13 +125,13 @@ class Scheduler:
             self.claim = None
 
     def add(self, sequence: Sequence) -> None:
-        sequence.arrival = self.next_arrival()
+        sequence.turn = self.turns.give(sequence.priority, sequence.tenant, sequence.cost)
         insort(self.waiting, sequence, key=_URGENCY)
 
     def resume(self, sequence: Sequence) -> None:
         """Run a sequence that has its blocks already: adopted from elsewhere, or held and continued here."""
-        if sequence.arrival < 0:
-            sequence.arrival = self.next_arrival()
+        if sequence.turn is None:
+            sequence.turn = self.turns.give(sequence.priority, sequence.tenant, sequence.cost)
         sequence.status = Status.RUNNING
         insort(self.running, sequence, key=_URGENCY)
 
@@ -144,6 +141,8 @@ class Scheduler:
             self.running.remove(sequence)
         elif sequence.status is Status.WAITING:
             self.waiting.remove(sequence)
+            if not sequence.started:
+                self.turns.give_back(sequence.priority, sequence.tenant, sequence.cost)
         elif sequence.status is Status.LOADING and self.lower_tiers is not None:
             self.lower_tiers.cancel(sequence.request_id)
             del self.loading[sequence.request_id]
@@ -207,6 +206,7 @@ class Scheduler:
         started = tuple(piece.sequence for piece in pieces if not piece.sequence.started)
         for sequence in started:
             sequence.started = True
+            self.turns.begin(*sequence.urgency)
         return Batch(tuple(pieces), started)
 
     def _waiting_prompts(self) -> tuple[int, int]:

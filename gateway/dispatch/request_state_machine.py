@@ -285,6 +285,8 @@ class InflightRequest:
             priority=ask.priority,
             cache_salt=ask.cache_salt,
             num_answered=self.answer.num_tokens,
+            tenant=ask.tenant,
+            weight=ask.weight,
         )
 
     def _on_migration(self, worker_id: WorkerId, event: Event) -> list[Action]:

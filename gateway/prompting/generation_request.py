@@ -33,6 +33,8 @@ class GenerationRequest:
     returns_token_ids: bool = False
     priority: int = 0
     cache_salt: str = ""
+    tenant: str = ""
+    weight: float = 1.0
     markers: Mapping[int, str] = field(default_factory=dict)
     headers: Collection[str] = ()
     answer_prefix: tuple[int, ...] = ()

@@ -350,7 +350,7 @@ def test_a_handoff_has_its_turn_before_prompts_that_come_later(folder):
     def come_in(number: int) -> None:
         engine.submit(request(str(number), PROMPTS[1], greedy(9)))
         if number == 3:
-            arrivals.append(engine.arrive())
+            arrivals.append(engine.arrive(request("long", PROMPTS[2] * 2, greedy(3))))
         if arrivals and not engine.has_reserved:
             try:
                 engine.reserve(request("long", PROMPTS[2] * 2, greedy(3)), arrivals[0])
@@ -379,7 +379,7 @@ def test_nothing_is_left_to_a_handoff_that_is_given_up(folder):
 def test_an_offer_waits_for_preempted_prompts_that_come_before_it(folder):
     """Not for others: one that was preempted may stay behind whoever comes, as long as more urgent ones do."""
     engine = small(folder)
-    early = engine.arrive()
+    early = engine.arrive(request("offer", PROMPTS[0], greedy(2)))
     for name in ("a", "b"):
         engine.submit(replace(request(name, PROMPTS[2], greedy(80)), priority=1))
     while engine.stats().num_preemptions == 0:

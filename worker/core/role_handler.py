@@ -74,6 +74,8 @@ class Attempt:
             num_answered=job.num_answered,
             loss=self.loss if loss is None else loss,
             late_s=self.late_s,
+            tenant=job.tenant,
+            weight=job.weight,
         )
 
     def is_first(self, token: Token) -> bool:

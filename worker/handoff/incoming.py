@@ -13,6 +13,7 @@ from contracts.handoff import Abort, ChunkHeader, Commit, Fin, Offer, Refuse, Wa
 from contracts.ids import RequestId, WorkerId
 from contracts.request import WorkerRef
 from engine.engine import Engine
+from engine.fair_turns import Urgency
 from kv_transfer.events import ChunkBad, ChunkLanded, Drained, MessageReceived, PeerDisconnected, TransferEvent
 from kv_transfer.node import TransferNode
 from worker.core.attempt_table import AttemptTable
@@ -106,12 +107,12 @@ class IncomingHandoffs:
             self._node.abort(handoff.peer.worker_id, abort)
 
     def grant_waiting(self) -> None:
-        """Grant pages by priority, then in order of arrival.
+        """Grant pages by priority, then in turn.
 
         The first that finds none makes the rest wait, so that none is overtaken by smaller ones forever.
         """
         while self._queue:
-            attempt_id, handoff = min(self._queue.items(), key=_priority)
+            attempt_id, handoff = min(self._queue.items(), key=_urgency)
             try:
                 self._grant(handoff)
             except OutOfBlocks as error:
@@ -167,7 +168,7 @@ class IncomingHandoffs:
             self._fail(handoff, Corrupt(f"an offer of {offer.num_tokens} tokens by {peer_id} does not fit the job"))
             return
         handoff.offer = offer
-        handoff.arrival = self._engine.arrive()
+        handoff.turn = self._engine.arrive(handoff.attempt.request())
         handoff.attempt.stage("expect", now)
         self._queue[handoff.id] = handoff
         self.grant_waiting()
@@ -177,7 +178,7 @@ class IncomingHandoffs:
         assert handoff.offer is not None
         bound = handoff.offer.num_tokens if handoff.is_migration else None
         request = handoff.attempt.request(loss=self._node.loss_from(handoff.peer.worker_id))
-        reservation = self._engine.reserve(request, handoff.arrival, bound)
+        reservation = self._engine.reserve(request, handoff.turn, bound)
         handoff.reservation = reservation
         if self._begins_to_load(handoff, handoff.offer):
             self._loading[handoff.attempt.key] = handoff
@@ -329,7 +330,8 @@ class IncomingHandoffs:
 
         Before a grant there is no writer but a load from tiers here, which ends with the request.
         """
-        self._queue.pop(handoff.id, None)
+        if self._queue.pop(handoff.id, None) is not None:
+            self._engine.give_up_turn(handoff.attempt.request())
         is_loading = self._loading.pop(handoff.attempt.key, None) is not None
         if handoff.reservation is not None and not is_loading:
             self._draining[handoff.id] = handoff
@@ -338,5 +340,5 @@ class IncomingHandoffs:
             self._engine.incoming_writer_ended(handoff.attempt.key)
 
 
-def _priority(item: tuple[AttemptId, IncomingHandoff]) -> int:
-    return item[1].attempt.job.priority
+def _urgency(item: tuple[AttemptId, IncomingHandoff]) -> Urgency:
+    return item[1].attempt.job.priority, item[1].turn

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from contracts.errors import Corrupt
 from contracts.handoff import ChunkHeader, Fin, Offer
 from contracts.request import WorkerRef
+from engine.fair_turns import Turn
 from engine.messages import Reservation
 from kv_transfer.events import PeerDisconnected
 from worker.core.chunk_order import ChunkOrder
@@ -25,7 +26,7 @@ class IncomingHandoff:
     num_tokens: int
     offer: Offer | None = None
     reservation: Reservation | None = None
-    arrival: int = 0
+    turn: Turn = (0.0, 0)
     has_waited: bool = False
     chunks: ChunkOrder = field(default_factory=ChunkOrder)
     landed_s: float = 0.0

@@ -33,11 +33,19 @@ class FakeEngine:
         self.scheduler = Scheduler(self.pool, self.limits)
 
     def add(
-        self, length: int, max_tokens: int = 4, first: int = 100, priority: int = 0, prompt_logprobs: int | None = None
+        self,
+        length: int,
+        max_tokens: int = 4,
+        first: int = 100,
+        priority: int = 0,
+        prompt_logprobs: int | None = None,
+        tenant: str = "",
+        weight: float = 1.0,
     ) -> Sequence:
         tokens = range(first, first + length)
         sampling = greedy(max_tokens, prompt_logprobs=prompt_logprobs)
-        sequence = Sequence(RequestId(f"{first}-{length}"), list(tokens), sampling, priority=priority)
+        share = {"priority": priority, "tenant": tenant, "cost": length / weight}
+        sequence = Sequence(RequestId(f"{first}-{length}"), list(tokens), sampling, **share)  # type: ignore[arg-type]
         self.scheduler.add(sequence)
         return sequence
 
@@ -275,6 +283,29 @@ def test_the_lowest_priority_is_served_first_and_equals_in_order_of_arrival():
     assert [shape(engine.step())[0][0] for _ in range(6)] == ["300-2", "200-2", "500-2", "100-2", "400-2", "600-2"]
 
 
+def test_a_flood_of_one_tenant_waits_behind_anothers_few():
+    engine = FakeEngine(limits=SchedulerLimits(max_num_seqs=1, max_batched_tokens=16, max_mixed_tokens=16))
+    for number in range(6):
+        engine.add(4, max_tokens=1, first=1000 + 10 * number, tenant="loud")
+    engine.step()
+    for number in range(2):
+        engine.add(4, max_tokens=1, first=2000 + 10 * number, tenant="quiet")
+    engine.add(4, max_tokens=1, first=3000, tenant="loud", priority=-1)
+    names = [shape(engine.step())[0][0].split("-")[0] for _ in range(8)]
+    assert names == ["3000", "2000", "1010", "2010", "1020", "1030", "1040", "1050"]
+
+
+def test_what_a_tenant_takes_back_costs_it_nothing():
+    engine = FakeEngine(limits=SchedulerLimits(max_num_seqs=1, max_batched_tokens=16, max_mixed_tokens=16))
+    taken_back = [engine.add(8, max_tokens=1, first=1000 + 10 * number, tenant="a") for number in range(5)]
+    for sequence in taken_back:
+        engine.scheduler.remove(sequence)
+    for number in range(2):
+        engine.add(4, max_tokens=1, first=2000 + 10 * number, tenant="b")
+        engine.add(4, max_tokens=1, first=3000 + 10 * number, tenant="a")
+    assert [shape(engine.step())[0][0] for _ in range(4)] == ["2000-4", "3000-4", "2010-4", "3010-4"]
+
+
 def test_an_urgent_newcomer_overtakes_who_waits_and_nobody_who_runs():
     engine = FakeEngine(limits=SchedulerLimits(max_num_seqs=2, max_batched_tokens=16, max_mixed_tokens=16))
     for first in (100, 200, 300):
@@ -293,7 +324,7 @@ def test_the_least_urgent_gives_way_though_it_is_the_oldest():
     while engine.scheduler.num_preemptions == 0:
         engine.step()
     assert old.status is Status.WAITING and young.status is Status.RUNNING
-    assert engine.scheduler.has_preempted_before((9, 9))
+    assert engine.scheduler.has_preempted_before((9, (0.0, 9)))
     while engine.scheduler.has_work:
         engine.step()
     assert engine.num_finished == 2 and len(old.tokens) == 23

@@ -27,6 +27,7 @@ max_inflight = 1
 [tenants.late]
 keys = ["l"]
 priority = 7
+weight = 0.5
 """
 
 
@@ -89,8 +90,8 @@ async def test_one_tenant_leaves_others_room(checkpoint, tmp_path):
         assert {task.result().status_code for task in flood if task.done()} == {429}
         assert rig.front.admission.num_taken == 8  # half of 16
         others = [asyncio.create_task(ask(http, "l", max_tokens=400)) for _ in range(10)]
-        await rig.until(lambda: sum(task.done() for task in others) == 6)
-        assert rig.front.admission.num_taken == 12  # as many as were left free
+        await rig.until(lambda: sum(task.done() for task in others) == 7)
+        assert rig.front.admission.num_taken == 11  # a third of what was left, for its weight
         assert (await ask(http, "n")).status_code == 200
         for task in (*flood, *others):
             task.cancel()
@@ -101,7 +102,10 @@ async def test_a_tenants_requests_are_no_more_urgent_than_it_is(checkpoint, tmp_
     async with limited(checkpoint, tmp_path) as (rig, http, _):
         for key, wish in (("l", {}), ("l", {"priority": -5}), ("l", {"priority": 9}), ("f", {"priority": -5})):
             assert (await ask(http, key, **wish)).status_code == 200
-        assert [job.priority for job in rig.workers[0].jobs] == [7, 7, 9, 0]
+        jobs = rig.workers[0].jobs
+        assert [(job.priority, job.tenant, job.weight) for job in jobs] == [
+            (7, "late", 0.5), (7, "late", 0.5), (9, "late", 0.5), (0, "free", 1.0),
+        ]  # fmt: skip
 
 
 async def test_a_request_that_found_no_worker_costs_nothing(checkpoint, tmp_path):
