@@ -4,6 +4,7 @@ import asyncio
 import random
 import subprocess
 import sys
+from pathlib import Path
 
 import httpx
 import pytest
@@ -12,22 +13,23 @@ from redis import Redis
 from bench.load.client import session
 from bench.system.local_system import System, get_json, running
 from coordinator.store.local_server import RedisServer
+from tests.e2e.tiny import save_tiny
 from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 BLOCK = 16
 DRAWN = random.Random(5)
-CONVERSATION = DRAWN.choices(range(1000, 4000), k=1480)
+CONVERSATION = DRAWN.choices(range(256), k=1480)
 """A prompt of 23 of placement's blocks of 64, and no more."""
-OTHERS = [DRAWN.choices(range(1000, 4000), k=1408) for _ in range(6)]
+OTHERS = [DRAWN.choices(range(256), k=1408) for _ in range(6)]
 """More than the cache of a worker, and than what placement takes for a cache's worth of prompts."""
 NUM_MARKS = 7 * 9
 """Prefixes at whose depths placement looks, of seven prompts of 22 or 23 blocks of 64."""
-SHORT = DRAWN.choices(range(1000, 4000), k=20)
+SHORT = DRAWN.choices(range(256), k=20)
 """Its worker tells whether the gateway knows of a role that has changed: of equals the first by name is taken."""
-NEXT = DRAWN.choices(range(1000, 4000), k=24)
-QUICK = {"TANDEM_NUM_THREADS": "1", "TANDEM_KV_CACHE_MIB": "64", "TANDEM_KV_HOST_GIB": "0.3"}
+NEXT = DRAWN.choices(range(256), k=24)
+QUICK = {"TANDEM_NUM_THREADS": "1", "TANDEM_KV_CACHE_MIB": "1", "TANDEM_KV_HOST_GIB": "0.3"}
 
 
 async def ask(system: System, prompt: list[int], max_tokens: int = 1) -> tuple[list[int], int]:
@@ -70,11 +72,11 @@ def num_marks(url: str) -> int:
         return sum(1 for _ in redis.scan_iter("*:held:*", count=1000))
 
 
-def test_the_next_turn_is_loaded_where_host_memory_has_the_conversation() -> None:
+def test_the_next_turn_is_loaded_where_host_memory_has_the_conversation(tmp_path: Path) -> None:
     """The other worker would come first by its name. Answers of one token stay at prefill."""
     with (
         RedisServer() as server,
-        running("--prefill", "2", TANDEM_REDIS_URL=server.url, **QUICK) as system,
+        running("--model", str(save_tiny(tmp_path)), "--prefill", "2", TANDEM_REDIS_URL=server.url, **QUICK) as system,
     ):
         turn(system, "prefill-0", "decode")
         until(lambda: asyncio.run(ask(system, SHORT)) and computed(system, "prefill-1"))

@@ -116,15 +116,14 @@ def suite() -> list[c.KernelCase]:
         c.prefill_case(s.AttnSpec(4, 2, 32, page=16), [(1, 1), (20, 20), (17, 50)]),
         c.prefill_case(s.AttnSpec(4, 1, 32, page=16, window=24, sinks=True, lse=True), [(40, 70), (3, 90)]),
         c.prefill_case(s.AttnSpec(2, 2, 32, page=16, kv="bf16"), [(33, 47)]),
-        c.prefill_case(s.AttnSpec(4, 2, 32, page=32), [(300, 333), (260, 260)], workspace_mb=2),
         c.prefill_case(WIDE, [(300, 333), (260, 260)], workspace_mb=2),
-        c.prefill_case(WIDE, [(130, 1500), (3, 70)], workspace_mb=24),
+        c.prefill_case(WIDE, [(130, 900), (3, 70)], workspace_mb=24),
         c.prefill_case(WIDE, [(130, 300)], workspace_mb=0),
         c.prefill_case(LARGE_PAGES, [(130, 300)], workspace_mb=4),
         c.prefill_case(FULL, [(300, 333), (70, 260)], workspace_mb=2),
         c.prefill_case(s.AttnSpec(4, 1, 32, page=16), [(17, 2000), (3, 40), (1, 1)], workspace_mb=4),
         c.prefill_case(s.AttnSpec(4, 1, 32, page=16), [(17, 2000), (3, 40), (1, 1)], workspace_mb=4, rounded=True),
-        c.prefill_case(WIDE, [(130, 1500)], workspace_mb=24, rounded=True),
+        c.prefill_case(WIDE, [(130, 900)], workspace_mb=24, rounded=True),
         c.prefill_case(s.AttnSpec(4, 1, 64, page=16, sinks=True, lse=True), [(33, 1200), (20, 900)], workspace_mb=4),
         c.prefill_case(s.AttnSpec(6, 2, 32, page=16, kv="bf16", lse=True), [(5, 1500)], workspace_mb=4),
         c.prefill_case(s.AttnSpec(4, 1, 32, page=16), [(1, 2000), (1, 40), (1, 1), (1, 700)], workspace_mb=4),
@@ -185,20 +184,21 @@ def suite() -> list[c.KernelCase]:
         c.experts_case(s.MoESpec(2, 1, 320, 64, weights="mxfp4"), 130),
         c.experts_case(s.MoESpec(2, 2, 128, 320, weights="mxfp4", bias=True), 40),
         c.experts_case(s.MoESpec(3, 1, 192, 64, activation="swiglu_oai", weights="mxfp4", bias=True), 20),
-        c.sample_case(s.SampleSpec(1000), 32),
+        c.sample_case(s.SampleSpec(1000), 16),
         c.sample_case(s.SampleSpec(333), 16, torch.bfloat16),
         c.sample_case(s.SampleSpec(100100), 2),
-        c.no_choice_case(s.SampleSpec(9000)),
+        c.no_choice_case(s.SampleSpec(4500)),
     ]
 
 
 def main() -> None:
     patch()
     torch.set_num_threads(1)
-    torch.manual_seed(int(sys.argv[1]) if len(sys.argv) > 1 else 0)
+    seed = int(sys.argv[1]) if len(sys.argv) > 1 else 0
     registry = catalog.registry(Caps("cuda", 120, "interpreter", 32, triton=(3, 7)), plans=TunedPlans(TUNED))
     verdicts: list[SelfCheckResult] = []
-    for case in suite():
+    for number, case in enumerate(suite()):
+        torch.manual_seed(seed + number)  # so that no case changes with those before it
         call = case.make("cpu")
         want = call.copy()
         want.run(reference(registry, case).load(case.spec, registry.plans, registry.caps))

@@ -79,7 +79,8 @@ def test_slices_are_shared_out_by_length_each_once_and_none_much_longer_than_nee
                 slices.setdefault(seq, (count, []))[1].append(slice_id)
         assert sorted(slices) == list(range(len(lengths)))
         assert all(places == list(range(count)) for count, places in slices.values())
-        fewest = sum(lengths) / (132 - len(lengths) + 1)  # keys to a slice with which there are surely enough
+        # Keys to a slice with which there are surely enough.
+        fewest = sum(lengths) / (found["slices"] - len(lengths) + 1)
         for length, (count, _) in zip(lengths, (slices[i] for i in range(len(lengths))), strict=True):
             assert 1 <= count <= min(64, -(-length // 256))
             assert count == 64 or length / count <= max(fewest, 256) + 1
