@@ -38,7 +38,7 @@ class PlaceRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request to place, or (`epoch` > 1) to place again.
 
     The former attempt's credits then come back in the same step. `lease_s`: unless its gateway renews within it, the
-    request is reaped. `exclude`: workers that refused it.
+    request is reaped. `exclude`: workers that refused it. `room`: the part of the workers' queues that it may fill.
     """
 
     request_id: RequestId
@@ -49,6 +49,7 @@ class PlaceRequest(msgspec.Struct, frozen=True, kw_only=True):
     lease_s: float
     prefixes: PromptPrefixes = NO_PREFIXES
     exclude: tuple[WorkerId, ...] = ()
+    room: float = 1.0
 
     @property
     def need_tokens(self) -> int:
@@ -198,9 +199,8 @@ class Placer:
         salt = crc32(request.request_id.encode())
         shortlist = self._view.shortlist(request.num_tokens, request.exclude, holders, self._now_ms(), salt, tiers)
         try:
-            return policy.choose(
-                shortlist, request.num_tokens, request.need_tokens, fastest_rate=self._view.fastest_rate
-            ), None
+            needs = request.num_tokens, request.need_tokens
+            return policy.choose(shortlist, *needs, fastest_rate=self._view.fastest_rate, room=request.room), None
         except TandemError as refusal:
             return [], refusal
 
@@ -214,16 +214,16 @@ class Placer:
             need_tokens=request.need_tokens,
             lease_ms=int(request.lease_s * 1000),
             refusal=_counter(refusal),
-            workers=[self._claimed_worker(worker, request.need_tokens) for worker in workers],
+            workers=[self._claimed_worker(worker, request) for worker in workers],
             routes=[_claimed_route(offer, index) for offer in offers],
             num_blocks=request.num_tokens // prefixes.BLOCK_TOKENS,
             prefix_tail=request.prefixes.tail,
             prefix_kept_ms=int(prefixes.KEPT_S * 1000),
         )
 
-    def _claimed_worker(self, worker: Candidate, need_tokens: int) -> ClaimedWorker:
-        max_pending = policy.max_pending(worker) if self._view.fastest_rate else math.inf
-        max_reserved = policy.max_reserved(worker, need_tokens)
+    def _claimed_worker(self, worker: Candidate, request: PlaceRequest) -> ClaimedWorker:
+        max_pending = policy.max_pending(worker, request.room) if self._view.fastest_rate else math.inf
+        max_reserved = policy.max_reserved(worker, request.need_tokens, request.room)
         return ClaimedWorker(worker.worker_id, worker.term, worker.capacity_tokens, max_pending, max_reserved)
 
     def _learn(self, request: PlaceRequest, offers: list[RouteOffer], claimed: Claimed) -> RouteOffer | None:

@@ -99,11 +99,13 @@ def choose(
     fastest_rate: float = 0.0,
     num_offered: int = NUM_OFFERED,
     top: int = TOP,
+    room: float = 1.0,
 ) -> list[RouteOffer]:
     """Return routes between the cheapest workers, the cheapest first; a route may be one worker as both.
 
     `candidates` come sorted by worker id, which breaks ties. `fastest_rate`: the highest prefill rate that is known,
-    perhaps of a worker that is no candidate; 0 for that of the candidates. Raises Unavailable, RequestError or
+    perhaps of a worker that is no candidate; 0 for that of the candidates. `room`: the part of the workers' queues that
+    this request may fill, see `max_pending`. Raises Unavailable, RequestError or
     Overloaded.
     """
     if need_tokens == num_tokens + 1:
@@ -118,16 +120,15 @@ def choose(
     prefills = [p for p in prefills if p.send_words in sent or p.worker_id in names]
     if not prefills:
         raise no_pair()
-    ready = [p for p in prefills if not fastest_rate or p.pending_tokens <= max_pending(p)]
+    ready = [p for p in prefills if not fastest_rate or p.pending_tokens <= max_pending(p, room)]
     if not ready:
-        raise overloaded("prefill", min((p.pending_tokens - max_pending(p)) / p.prefill_rate for p in prefills))
+        raise overloaded("prefill", min((p.pending_tokens - max_pending(p, room)) / p.prefill_rate for p in prefills))
     taken, names = _shared(taken, {p.send_words for p in ready}), {p.worker_id for p in ready}
     decodes = [d for d in decodes if d.receive_words in taken or d.worker_id in names]
-    roomy = [d for d in decodes if d.reserved_tokens <= max_reserved(d, need_tokens) or d.reserved_tokens == 0]
+    over = {d.worker_id: d.reserved_tokens - max_reserved(d, need_tokens, room) for d in decodes}
+    roomy = [d for d in decodes if over[d.worker_id] <= 0 or d.reserved_tokens == 0]
     if not roomy:
-        raise overloaded(
-            "decode", min((d.reserved_tokens - max_reserved(d, need_tokens)) / d.decode_rate for d in decodes)
-        )
+        raise overloaded("decode", min(over[d.worker_id] / d.decode_rate for d in decodes))
     ready = sorted(ready, key=lambda p: _prefill_s(p, num_tokens))
     roomy = sorted(roomy, key=lambda d: _decode_s(d, need_tokens))
     few = _cheapest(ready[:top], roomy[:top], num_tokens, need_tokens)
@@ -162,14 +163,20 @@ def _shared(words: set[frozenset[str]], others: set[frozenset[str]]) -> set[froz
     return {those for those in words if any(not those.isdisjoint(other) for other in others)}
 
 
-def max_pending(prefill: Candidate) -> float:
-    """Return how many tokens of prompts may wait at a worker that takes one more."""
-    return prefill.prefill_rate * MAX_PREFILL_WAIT_S
+def max_pending(prefill: Candidate, room: float = 1.0) -> float:
+    """Return how many tokens of prompts may wait at a worker that takes one more.
+
+    `room`: less than 1 for a tenant that has more than its part of what is in progress, so that others find some.
+    """
+    return prefill.prefill_rate * MAX_PREFILL_WAIT_S * room
 
 
-def max_reserved(decode: Candidate, need_tokens: int) -> float:
-    """Return how much KV may be promised at a worker that takes one more answer; none always may."""
-    return decode.capacity_tokens * OVERCOMMIT - need_tokens
+def max_reserved(decode: Candidate, need_tokens: int, room: float = 1.0) -> float:
+    """Return how much KV may be promised at a worker that takes one more answer; none always may.
+
+    `room` as for `max_pending`.
+    """
+    return decode.capacity_tokens * OVERCOMMIT * room - need_tokens
 
 
 def decode_need(num_tokens: int, max_tokens: int) -> int:

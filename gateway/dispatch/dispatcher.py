@@ -160,8 +160,8 @@ class Dispatcher:
         self, request_id: RequestId, epoch: Epoch, answer: GenerationState, exclude: Sequence[WorkerId]
     ) -> Route:
         left = answer.request.sampling.max_tokens - answer.num_tokens
-        salt, token_ids = answer.request.cache_salt, answer.all_token_ids
-        route = await self._store.place(request_id, epoch, token_ids, left, exclude, salt)
+        ask, token_ids = answer.request, answer.all_token_ids
+        route = await self._store.place(request_id, epoch, token_ids, left, exclude, ask.cache_salt, ask.room)
         log.debug(
             "%s is placed: prompt of %d tokens on %s, answer on %s (attempt %d)",
             request_id, len(token_ids), route.prefill.worker_id, route.decode.worker_id, route.epoch,

@@ -50,6 +50,7 @@ class Placement(Protocol):
         max_tokens: int,
         exclude: Sequence[WorkerId],
         cache_salt: str = "",
+        room: float = 1.0,
     ) -> Route: ...
 
     async def place_migration(
@@ -86,6 +87,7 @@ class StorePlacement:
         max_tokens: int,
         exclude: Sequence[WorkerId],
         cache_salt: str = "",
+        room: float = 1.0,
     ) -> Route:
         request = PlaceRequest(
             request_id=request_id,
@@ -96,6 +98,7 @@ class StorePlacement:
             lease_s=LEASE_S,
             prefixes=PromptPrefixes(token_ids, salted(cache_salt)),
             exclude=tuple(exclude),
+            room=room,
         )
         try:
             route = await self._place_patiently(request)

@@ -31,7 +31,8 @@ def begin_generation(
     context: AppContext = request.app.state.context
     account: TenantAccount | None = getattr(request.state, "tenant", None)
     if account is not None:
-        facts = {"tenant": account.name, "weight": account.tenant.weight}
+        room = context.tenants.room_of(account)
+        facts = {"tenant": account.name, "weight": account.tenant.weight, "room": room}
         asks = [replace(ask, priority=account.urgency(ask.priority), **facts) for ask in asks]
     eos = tuple(context.checkpoint.eos_token_ids)
     serving = GenerationRun(

@@ -35,6 +35,7 @@ class GenerationRequest:
     cache_salt: str = ""
     tenant: str = ""
     weight: float = 1.0
+    room: float = 1.0
     markers: Mapping[int, str] = field(default_factory=dict)
     headers: Collection[str] = ()
     answer_prefix: tuple[int, ...] = ()

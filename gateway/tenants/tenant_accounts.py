@@ -7,6 +7,8 @@ from contracts.errors import Overloaded
 from gateway.tenants.tenant_file import NOBODY, Tenant, TenantTable, digest_of
 from gateway.tenants.token_bucket import TokenBucket
 
+FLOODED_ROOM = 0.5
+
 
 class TenantAccount:
     """The account of what one tenant has taken.
@@ -98,6 +100,16 @@ class TenantAccounts:
         self._table = table
         kept = {name for name, account in self._accounts.items() if name in table.tenants or account.num_inflight}
         self._accounts = {name: self._accounts[name] for name in kept}
+
+    def room_of(self, account: TenantAccount) -> float:
+        """Return the part of the workers' queues that a tenant's next request may fill.
+
+        Half of them where it has more of what is in progress than its part, by weight, beside one more tenant that may
+        come: that one finds room, and its turn is the first.
+        """
+        active = [one for one in self._accounts.values() if one.num_inflight or one is account]
+        fair = account.tenant.weight / (sum(one.tenant.weight for one in active) + 1)
+        return FLOODED_ROOM if account.num_inflight > fair * sum(one.num_inflight for one in active) else 1.0
 
     def of_key(self, key: str) -> TenantAccount | None:
         """Return whose a key is; None if it is nobody's."""

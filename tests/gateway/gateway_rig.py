@@ -56,6 +56,7 @@ class ListStore:
     ends: list[RequestState] = field(default_factory=list)
     renewed: set[RequestId] = field(default_factory=set)
     dead: set[WorkerId] = field(default_factory=set)
+    rooms: list[float] = field(default_factory=list)
 
     async def nodes(self) -> list[Node]:
         return [msgspec.structs.replace(w.node, alive=w.worker_id not in self.dead) for w in self.workers]
@@ -68,7 +69,9 @@ class ListStore:
         max_tokens: int,
         exclude: Sequence[WorkerId],
         cache_salt: str = "",
+        room: float = 1.0,
     ) -> Route:
+        self.rooms.append(room)
         num_there = len({name for name, _ in self.placed} - {name for name, _ in self.finished})
         if self.overloaded or (self.room is not None and num_there >= self.room):
             raise Overloaded("full", retry_after_s=3)

@@ -12,16 +12,24 @@ from contracts.ids import Incarnation, WorkerId
 from contracts.node import WorkerRole
 from coordinator.placement import policy
 from coordinator.placement.candidate import Candidate, with_default_rates
-from coordinator.placement.policy import OUTPUT_CREDIT_TOKENS, OVERCOMMIT, RouteOffer, decode_need, offer
+from coordinator.placement.policy import (
+    OUTPUT_CREDIT_TOKENS,
+    OVERCOMMIT,
+    RouteOffer,
+    decode_need,
+    max_pending,
+    max_reserved,
+    offer,
+)
 from coordinator.refusals import MAX_RETRY_S, MIN_RETRY_S
 from tests.coordinator.coordinator_rig import BREAK_EVEN_RATE, BREAK_EVEN_STEP, BREAK_EVENS
 
 NEED = decode_need(1000, 100)
 
 
-def choose(candidates: Sequence[Candidate], num_tokens: int, need_tokens: int) -> RouteOffer:
+def choose(candidates: Sequence[Candidate], num_tokens: int, need_tokens: int, room: float = 1.0) -> RouteOffer:
     """The cheapest route of all."""
-    return policy.choose(candidates, num_tokens, need_tokens)[0]
+    return policy.choose(candidates, num_tokens, need_tokens, room=room)[0]
 
 
 def cost_s(prefill: Candidate, decode: Candidate, num_tokens: int, need_tokens: int) -> float:
@@ -110,6 +118,17 @@ def test_an_answer_of_one_token_stays_where_its_prompt_is_computed():
     assert choose([D, mixed, busy], 1000, one).decode.worker_id == "m0"
     with pytest.raises(Unavailable, match="prefill"):
         choose([D], 1000, one)
+
+
+def test_who_may_fill_a_part_of_the_queues_leaves_the_rest_to_others():
+    busy = replace(P, pending_tokens=int(max_pending(P, 0.5)) + 1)
+    assert choose([D, busy], 1000, 1100)
+    with pytest.raises(Overloaded, match="all prefill workers are full"):
+        choose([D, busy], 1000, 1100, room=0.5)
+    full = replace(D, reserved_tokens=int(max_reserved(D, 1100, 0.5)) + 1)
+    assert choose([full, P], 1000, 1100)
+    with pytest.raises(Overloaded, match="all decode workers are full"):
+        choose([full, P], 1000, 1100, room=0.5)
 
 
 def test_of_equals_the_first_is_taken():

@@ -89,10 +89,11 @@ async def test_one_tenant_leaves_others_room(checkpoint, tmp_path):
         await rig.until(lambda: sum(task.done() for task in flood) == 32)
         assert {task.result().status_code for task in flood if task.done()} == {429}
         assert rig.front.admission.num_taken == 8  # half of 16
+        assert rig.store.rooms == [1.0] + [0.5] * 7  # of the queues
         others = [asyncio.create_task(ask(http, "l", max_tokens=400)) for _ in range(10)]
         await rig.until(lambda: sum(task.done() for task in others) == 7)
         assert rig.front.admission.num_taken == 11  # a third of what was left, for its weight
-        assert (await ask(http, "n")).status_code == 200
+        assert (await ask(http, "n")).status_code == 200 and rig.store.rooms[-1] == 1.0
         for task in (*flood, *others):
             task.cancel()
         await rig.until(rig.is_idle)
