@@ -31,8 +31,7 @@ def begin_generation(
     context: AppContext = request.app.state.context
     account: TenantAccount | None = getattr(request.state, "tenant", None)
     if account is not None:
-        room = context.tenants.room_of(account)
-        facts = {"tenant": account.name, "weight": account.tenant.weight, "room": room}
+        facts = {"tenant": account.name, "weight": account.tenant.weight}
         asks = [replace(ask, priority=account.urgency(ask.priority), **facts) for ask in asks]
     eos = tuple(context.checkpoint.eos_token_ids)
     serving = GenerationRun(

@@ -146,6 +146,8 @@ class GenerationRun:
             if account.num_inflight + count > max(most, 1) and self.admission.num_taken:
                 why = f"has {account.num_inflight} answers in progress, and its part of this gateway is {most:.0f}"
                 raise account.refusal("share", why, 1.0)
+            for answer in self.answers:
+                answer.request = replace(answer.request, room=account.room)
             account.take(count, _usage(self.answers).prompt_tokens, now)
             try:
                 self.admission.take(count)

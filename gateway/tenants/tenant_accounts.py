@@ -1,7 +1,7 @@
 """What each tenant has taken of this gateway, and whether it may have more."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from contracts.errors import Overloaded
 from gateway.tenants.tenant_file import NOBODY, Tenant, TenantTable, digest_of
@@ -13,11 +13,14 @@ FLOODED_ROOM = 0.5
 class TenantAccount:
     """The account of what one tenant has taken.
 
-    `counts`: requests by what became of them; `tokens`: of prompts and answers that have ended.
+    `counts`: requests by what became of them; `tokens`: of prompts and answers that have ended. `all_accounts`: of this
+    gateway.
     """
 
-    def __init__(self, name: str, tenant: Tenant) -> None:
-        self.name, self.tenant = name, tenant
+    def __init__(
+        self, name: str, tenant: Tenant, all_accounts: Callable[[], "Iterable[TenantAccount]"] = tuple
+    ) -> None:
+        self.name, self.tenant, self._all_accounts = name, tenant, all_accounts
         self.num_inflight = 0
         self.counts = Counter[str]()
         self.tokens = Counter[str]()
@@ -29,6 +32,17 @@ class TenantAccount:
         self._requests = _changed(self._requests, tenant.requests_per_minute, now)
         self._tokens = _changed(self._tokens, tenant.tokens_per_minute, now)
         self.tenant = tenant
+
+    @property
+    def room(self) -> float:
+        """Return the part of the workers' queues that the next request may fill.
+
+        Half of them where the tenant has more of what is in progress than its part, by weight, beside one more tenant
+        that may come: that one finds room, and its turn is the first.
+        """
+        active = [one for one in self._all_accounts() if one.num_inflight or one is self]
+        fair = self.tenant.weight / (sum(one.tenant.weight for one in active) + 1)
+        return FLOODED_ROOM if self.num_inflight > fair * sum(one.num_inflight for one in active) else 1.0
 
     def urgency(self, priority: int) -> int:
         """Return the priority that a request of this tenant has, if it asks for `priority`."""
@@ -94,22 +108,12 @@ class TenantAccounts:
         """Have other tenants from now on."""
         for name, tenant in table.tenants.items():
             if (account := self._accounts.get(name)) is None:
-                self._accounts[name] = TenantAccount(name, tenant)
+                self._accounts[name] = TenantAccount(name, tenant, lambda: self._accounts.values())
             else:
                 account.change(tenant, now)
         self._table = table
         kept = {name for name, account in self._accounts.items() if name in table.tenants or account.num_inflight}
         self._accounts = {name: self._accounts[name] for name in kept}
-
-    def room_of(self, account: TenantAccount) -> float:
-        """Return the part of the workers' queues that a tenant's next request may fill.
-
-        Half of them where it has more of what is in progress than its part, by weight, beside one more tenant that may
-        come: that one finds room, and its turn is the first.
-        """
-        active = [one for one in self._accounts.values() if one.num_inflight or one is account]
-        fair = account.tenant.weight / (sum(one.tenant.weight for one in active) + 1)
-        return FLOODED_ROOM if account.num_inflight > fair * sum(one.num_inflight for one in active) else 1.0
 
     def of_key(self, key: str) -> TenantAccount | None:
         """Return whose a key is; None if it is nobody's."""
