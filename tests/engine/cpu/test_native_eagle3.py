@@ -48,11 +48,11 @@ def test_drafts_are_those_of_the_formulas(target, tmp_path: Path, kind: str):
     head = save_head(tmp_path, HEADS[kind], config)
     changes: dict[str, Any] = {"max_batched_tokens": 48, "max_num_seqs": 3, "speculate": str(head)}
     engine = native_engine(folder, adapts_drafts=False, **changes)
-    judged = judge(engine, prompts, expected)
+    judged, reference = judge(engine, prompts, expected), ReferenceDrafts(head, config, model)
     for _ in range(2):  # the second time behind prefix hits
         judged.drafts.clear()
         assert answers(engine, prompts, greedy(30)) == expected
-        require_formulas(judged, ReferenceDrafts(head, config, model))
+        require_formulas(judged, reference)
     assert engine.stats().prefix_hit_tokens > 0 < sum(engine.stats().num_accepted_by_place)
 
 

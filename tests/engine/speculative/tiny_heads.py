@@ -90,6 +90,8 @@ class ReferenceDrafts:
         files = {file for file, _ in self._head.files.values()}
         stored = {name: tensor for file in files for name, tensor in load_file(file).items()}
         self._tensors = {name: stored[there] for name, (_, there) in self._head.files.items()}
+        self._readers: dict[tuple[int, ...], Eagle3Reference] = {}
+        """Those that have read a text, under all its tokens."""
 
     @torch.no_grad()
     def after(self, tokens: Sequence[int], k: int) -> list[int]:
@@ -99,7 +101,16 @@ class ReferenceDrafts:
             return []
         states = self._model(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
         aux = torch.cat([states[layer][0] for layer in config.aux_layers], 1)[unread:]
+        reader = self._take_reader(tokens)
+        reader.forget(len(aux) - 1)  # it reads the last row again if it has read just these tokens
+        self._readers[tuple(tokens)] = reader
+        return reader.draft(aux, list(tokens[unread:]), k)
+
+    def _take_reader(self, tokens: Sequence[int]) -> Eagle3Reference:
+        """Return the one that has read most of these tokens and no other, or a new one."""
+        for length in range(len(tokens), 0, -1):
+            if (reader := self._readers.pop(tuple(tokens[:length]), None)) is not None:
+                return reader
         embedding = self._model.get_input_embeddings().weight
         assert isinstance(embedding, torch.Tensor)
-        reference = Eagle3Reference(config, self._tensors, embedding)
-        return reference.draft(aux, list(tokens[unread:]), k)
+        return Eagle3Reference(self._head.config, self._tensors, embedding)
