@@ -54,7 +54,7 @@ async def answers(system: System, asked: list[list[int]]) -> list[str]:
 
 async def test_roles_change_under_load_and_nothing_fails(system: System) -> None:
     """One decode worker turns to prefill, mixed and back, again and again, while prompts come."""
-    asked = prompts(1, 12)
+    asked = prompts(1, 6)
     expected = await answers(system, asked)
 
     async def load() -> int:

@@ -166,7 +166,7 @@ async def test_a_core_that_stands_still_ends_the_streams_of_those_who_wait_for_i
         await gateway.until(lambda: not gateway.is_open)
         assert gateway.ends("r") == []
 
-    with running_worker(tmp_path, model, "--hang-timeout-s", "4") as worker:
+    with running_worker(tmp_path, model, "--hang-timeout-s", "3") as worker:
         until(worker.core)
         await connected(worker, body)
         os.kill(worker.core_pid, signal.SIGCONT)
@@ -202,7 +202,7 @@ async def test_a_core_that_gets_no_cpu_is_not_killed_for_it(model: str, tmp_path
         await gateway.post(gateway.job("r", max_tokens=LONG))
         await gateway.until(lambda: any(isinstance(event, Tokens) for event in gateway.events))
         with starved(worker.core_pid):
-            await asyncio.sleep(20.0)
+            await asyncio.sleep(10.0)
         await gateway.until(lambda: gateway.ends("r"))
         assert isinstance(gateway.ends("r")[0], Finished)
 
