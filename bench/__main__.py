@@ -24,6 +24,7 @@ ALL = {
     "structured": "bench.serving.structured_outputs",
     "soak": "bench.serving.soak",
     "migration": "bench.serving.migration",
+    "fairness": "bench.serving.fairness",
     "roles": "bench.serving.role_changes",
     "chaos": "bench.serving.chaos",
 }

@@ -152,7 +152,8 @@ def answers(url: str) -> bool:
 def announce(console: Console, url: str, run_dir: RunDir, took_s: float) -> None:
     """Print where the system is, and a request to try."""
     messages = [{"role": "user", "content": "What is the moon?"}]
-    body = json.dumps({"model": served_model(url), "messages": messages, "max_tokens": 64, "temperature": 0})
+    named = {"model": name} if (name := served_model(url)) else {}
+    body = json.dumps(named | {"messages": messages, "max_tokens": 64, "temperature": 0})
     for line in (
         "",
         f"Tandem is up after {took_s:.1f} s: {url}",
@@ -169,18 +170,26 @@ def announce(console: Console, url: str, run_dir: RunDir, took_s: float) -> None
 def shown_key() -> str:
     """Return the curl option with the key as a shell variable, never the key itself.
 
-    The variable's value may be several keys: the first one is taken.
+    The variable's value may be several keys: the first one is taken. With tenants alone it is one of theirs, which is
+    for who asks to know.
     """
     keys = os.environ.get("TANDEM_API_KEY", "")
+    if not keys and os.environ.get("TANDEM_TENANTS"):
+        return ' -H "Authorization: Bearer $KEY"'
     variable = "${TANDEM_API_KEY%%,*}" if "," in keys else "$TANDEM_API_KEY"
     return f' -H "Authorization: Bearer {variable}"' if keys else ""
 
 
 def served_model(url: str) -> str:
-    """Return the name of the model that the gateway serves. Raises ConfigError if it does not answer."""
+    """Return the name of the model that the gateway serves; empty where it tells none but tenants.
+
+    Raises ConfigError if it does not answer.
+    """
     request = urllib.request.Request(f"{url}/v1/models", headers=key_headers())
     try:
         with open_local(request, HTTP_TIMEOUT_S) as response:
             return json.load(response)["data"][0]["id"]
     except OSError as error:
+        if isinstance(error, urllib.error.HTTPError) and error.code == 401 and os.environ.get("TANDEM_TENANTS"):
+            return ""
         raise ConfigError(f"the gateway does not say what it serves: {error}") from error

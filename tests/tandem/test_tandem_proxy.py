@@ -8,6 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from contracts.errors import ConfigError
 from tandem.commands import ps, target, up
 from tandem.commands import top_snapshot as look
 
@@ -52,6 +53,23 @@ def test_up_sees_its_own_gateway(behind_proxy: int) -> None:
     url = f"http://127.0.0.1:{behind_proxy}"
     assert up.answers(f"{url}/ready")
     assert up.served_model(url) == "tiny"
+
+
+class Locked(Gateway):
+    def do_GET(self) -> None:
+        self.send_error(401, "a valid API key is needed")
+
+
+def test_up_names_no_model_where_only_tenants_may_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TANDEM_API_KEY", raising=False)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Locked) as server:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        with pytest.raises(ConfigError, match="401"):
+            up.served_model(url)
+        monkeypatch.setenv("TANDEM_TENANTS", "tenants.toml")
+        assert up.served_model(url) == "" and up.shown_key() == ' -H "Authorization: Bearer $KEY"'
+        server.shutdown()
 
 
 def test_ps_and_top_see_what_runs_here(behind_proxy: int) -> None:
