@@ -7,7 +7,8 @@ TandemError
 │   └── NotFound        no such model (HTTP 404)
 ├── Overloaded          more work than fits now (HTTP 429 with Retry-After)
 ├── Unavailable         no worker to serve it, or the one that served it died (HTTP 503)
-│   └── RegistryError   Redis can't be used; names its address, so clients get other words
+│   ├── RegistryError   Redis can't be used; names its address, so clients get other words
+│   └── AdapterMissing  this worker has not loaded the LoRA adapter; another may have
 ├── DeadlineExceeded    a wait ran past the request's budget (HTTP 504)
 ├── OutOfBlocks         the block pool can't hold it now; the caller waits or refuses
 └── TransferError       the KV did not arrive as promised
@@ -84,6 +85,12 @@ class RegistryError(Unavailable):
     def __init__(self, message: str, what: str) -> None:
         self.what = what
         super().__init__(message)
+
+
+class AdapterMissing(Unavailable):
+    """A LoRA adapter that this worker has not loaded, or of which it has other weights."""
+
+    code = "adapter_missing"
 
 
 class DeadlineExceeded(TandemError):

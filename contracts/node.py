@@ -7,7 +7,7 @@ import msgspec
 
 from contracts.ids import Incarnation, WorkerId
 from contracts.layout import KVLayout
-from contracts.request import WorkerRef
+from contracts.request import AdapterRef, WorkerRef
 
 
 class WorkerRole(StrEnum):
@@ -31,12 +31,13 @@ class TransferCapabilities(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts that a worker states once, when it joins; of these only its role may change.
+    """The facts that a worker states when it joins; only its role and its adapters may change.
 
     `max_model_len` is the longest prompt plus answer that it serves, in tokens. `layout` is what `layout_id` is the
     digest of, so that an error can say where two differ. Two workers can exchange KV if they have the model's groups of
     layers in common, whatever optional ones each has beside them. `synthetic_acceptance` is not 0.0 where drafted
-    tokens are kept without asking the model, to measure: then its answers are nonsense.
+    tokens are kept without asking the model, to measure: then its answers are nonsense. `adapters`: the LoRA adapters
+    that it has loaded; None if it can load none.
     """
 
     worker_id: WorkerId
@@ -54,6 +55,7 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     ways: TransferCapabilities
     layout: KVLayout | None = None
     synthetic_acceptance: float = 0.0
+    adapters: tuple[AdapterRef, ...] | None = None
 
     @property
     def send_words(self) -> list[str]:

@@ -2,6 +2,7 @@
 
 import msgspec
 
+from contracts.hashing import salted
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.sampling import SamplingParams
 
@@ -16,6 +17,16 @@ class WorkerRef(msgspec.Struct, frozen=True):
     incarnation: Incarnation
     url: str
     transfer: str
+
+
+class AdapterRef(msgspec.Struct, frozen=True):
+    """A LoRA adapter, by the name that clients give.
+
+    `digest`: of its weights and configuration, 16 bytes.
+    """
+
+    name: str
+    digest: bytes
 
 
 class Route(msgspec.Struct, frozen=True):
@@ -35,6 +46,14 @@ class Route(msgspec.Struct, frozen=True):
         return self.prefill.worker_id == self.decode.worker_id
 
 
+def chain_start(cache_salt: str, adapter: AdapterRef | None) -> bytes:
+    """Return the start of the hash chain of prompts with this salt.
+
+    `adapter`: what computes them, None for the model alone.
+    """
+    return salted(cache_salt, b"" if adapter is None else adapter.digest)
+
+
 class Job(msgspec.Struct, frozen=True, tag="job"):
     """A request, posted to both workers of the route at once; each finds its own part by its worker id.
 
@@ -43,9 +62,9 @@ class Job(msgspec.Struct, frozen=True, tag="job"):
 
     `timeout_s` is what is left of the request's budget when the job is sent: a span, because clocks differ between
     machines. Among waiting jobs the one with the lowest `priority` goes first, and of equal ones the one that came
-    first; of different tenants the one that has had less for its `weight`. Only jobs with the same `cache_salt` share
-    prefixes. The last `num_answered` of `token_ids` belong to the
-    answer, which was begun elsewhere and goes on after them.
+    first; of different tenants the one that has had less for its `weight`. Only jobs with the same `cache_salt` and
+    `adapter` share prefixes; the latter is None for the model alone. The last `num_answered` of `token_ids` belong to
+    the answer, which was begun elsewhere and goes on after them.
     """
 
     route: Route
@@ -59,6 +78,12 @@ class Job(msgspec.Struct, frozen=True, tag="job"):
     is_migration: bool = False
     tenant: str = ""
     weight: float = 1.0
+    adapter: AdapterRef | None = None
+
+    @property
+    def chain_start(self) -> bytes:
+        """Return the start of its prompt's hash chain, see contracts.hashing.salted."""
+        return chain_start(self.cache_salt, self.adapter)
 
     @property
     def request_id(self) -> RequestId:

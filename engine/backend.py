@@ -11,6 +11,7 @@ import torch
 from contracts.events import Token
 from contracts.ids import BlockId
 from contracts.layout import KVLayout
+from engine.adapters import LoadAdapter
 from engine.cache.kv_groups import GroupPageTable
 from engine.messages import PageChecksums
 from engine.sampling.host_sampler import Sampler
@@ -211,7 +212,8 @@ class Backend:
     holds. `caches_decoded_kv`: later prompts may share an answer's KV. It is to the bit what a prompt's would be, or of
     the same number formats and rounded by other kernels, as that of prompts is which are cut into other chunks. `close`
     ends the processes that compute with this one. `drafting`: what drafts with weights, if settings ask for it.
-    `page_tables`: of the layout's groups of short life, in its order, as the runner reads them.
+    `page_tables`: of the layout's groups of short life, in its order, as the runner reads them. `load_adapter`: makes a
+    LoRA adapter ready for the runner, where settings enable them.
     """
 
     cache: PagedCache
@@ -223,3 +225,4 @@ class Backend:
     drafting: Drafting | None = None
     close: Callable[[], None] = ignore
     page_tables: SequenceOf[GroupPageTable] = ()
+    load_adapter: LoadAdapter | None = None

@@ -24,6 +24,7 @@ from contracts.errors import ConfigError
 from contracts.events import Token
 from contracts.ids import RequestId
 from contracts.layout import KVLayout
+from engine.adapters import Adapters
 from engine.answer_export import AnswerExport
 from engine.backend import Backend, ignore_leaving
 from engine.batch_sampling import TokenDraws
@@ -96,9 +97,13 @@ class Engine:
         self.grammars = grammars = Grammars(checkpoint, sampler.mask_memory())
         self.sequences = table = SequenceTable()
         stop_check = StopCheck(sampler, max_model_len)
+        self.adapters = Adapters(backend.load_adapter)
+        for name, path in settings.lora_modules:
+            self.adapters.load(name, path)
         self._intake = intake = Intake(
-            table, scheduler, grammars, vocab_size, max_model_len, settings.max_num_waiting, self.runner.gives_hidden
-        )
+            table, scheduler, grammars, vocab_size, max_model_len, settings.max_num_waiting, self.runner.gives_hidden,
+            self.adapters,
+        )  # fmt: skip
         self.deferred = blocks = DeferredRelease(pool)
         self._reserved_loads = loads = ReservedLoads(table, pool)
         self._requests = requests = RequestRelease(

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection
 import numpy as np
 
 from contracts.errors import Overloaded, RequestError
+from engine.adapters import Adapters, LoadedAdapter
 from engine.messages import EngineRequest
 from engine.sampling.grammar_masks import PATIENCE_S, Grammars
 from engine.scheduler.scheduler import Scheduler
@@ -23,11 +24,12 @@ class Intake:
         vocab_size: int,
         max_model_len: int,
         max_num_waiting: int,
-        gives_hidden: bool = False,
+        gives_hidden: bool,
+        adapters: Adapters,
     ) -> None:
         self._table, self._scheduler, self._grammars = table, scheduler, grammars
         self._vocab_size, self._max_model_len, self._max_num_waiting = vocab_size, max_model_len, max_num_waiting
-        self._gives_hidden = gives_hidden
+        self._gives_hidden, self._adapters = gives_hidden, adapters
         self._compiling: dict[Sequence, Callable[[Sequence], None]] = {}
 
     @property
@@ -49,7 +51,10 @@ class Intake:
         self.once_compiled(sequence, self._scheduler.add)
 
     def sequence_of(self, request: EngineRequest) -> Sequence:
-        """Return a sequence of the request. Raises RequestError if it can never run."""
+        """Return a sequence of the request.
+
+        Raises RequestError if it can never run, AdapterMissing if it can't here.
+        """
         num_tokens = len(request.token_ids)
         if self._table.knows(request.request_id):
             raise RequestError(f"the request {request.request_id} is here already")
@@ -65,7 +70,7 @@ class Intake:
             )
         outside = RequestError(f"the prompt has token ids outside of 0 to {self._vocab_size - 1}", "prompt")
         try:
-            sequence = _sequence(request)
+            sequence = _sequence(request, self._adapters.find(request.adapter))
         except OverflowError:  # of 32 bits
             raise outside from None
         # As unsigned numbers negative ones are the largest. Python's min and max of 8192 ids took 0.18 ms.
@@ -89,7 +94,7 @@ class Intake:
         return self._compiling.pop(sequence, None) is not None
 
 
-def _sequence(request: EngineRequest) -> Sequence:
+def _sequence(request: EngineRequest, adapter: LoadedAdapter | None) -> Sequence:
     return Sequence(
         request.request_id,
         request.token_ids,
@@ -102,4 +107,5 @@ def _sequence(request: EngineRequest) -> Sequence:
         late_s=request.late_s,
         tenant=request.tenant,
         cost=request.cost,
+        adapter=adapter,
     )

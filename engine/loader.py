@@ -54,6 +54,9 @@ def _require_sound(settings: EngineSettings) -> None:
     if _MOST_BLOCK % settings.block_size:
         raise ConfigError(f"block_size is {settings.block_size}; it must be a power of 2 up to {_MOST_BLOCK}")
     require_budgets(settings, settings.block_size)
+    if settings.has_lora and resolve_device(settings.device) != "cpu":
+        name = "lora_modules" if settings.lora_modules else "enable_lora"
+        raise ConfigError(f"{name} is set, on {settings.device}; adapters are served on CPUs: set device to cpu")
 
 
 def _require_gpus(settings: EngineSettings) -> None:

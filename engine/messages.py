@@ -9,6 +9,7 @@ import numpy as np
 from contracts.events import FinishReason, PromptToken, Token
 from contracts.ids import BlockId, RequestId
 from contracts.kv_loss import EXACT
+from contracts.request import AdapterRef
 from contracts.sampling import SamplingParams
 
 
@@ -17,7 +18,7 @@ class EngineRequest:
     """`handoff`: after its first token the sequence stops and keeps its blocks until `release`.
 
     Lower `priority`: sooner; within one, `tenant`s that have had less for their `weight`. Cached prefixes are shared
-    with requests of the same `cache_salt` only. The last
+    with requests of the same `cache_salt` and `adapter` only; the latter is None for the model alone. The last
     `num_answered` of `token_ids` are computed as prompt and count as answer: they were drawn elsewhere. `loss`: of the
     cached KV that it may use where there is none that is exact, see contracts.kv_loss. `late_s`: the seconds that it
     has waited for KV of other workers, less what computing what came would have taken; tiers may add the less then.
@@ -34,6 +35,7 @@ class EngineRequest:
     late_s: float = 0.0
     tenant: str = ""
     weight: float = 1.0
+    adapter: AdapterRef | None = None
 
     @property
     def cost(self) -> float:

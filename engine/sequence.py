@@ -5,10 +5,12 @@ from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from enum import StrEnum
 
-from contracts.hashing import chain_hashes, salted
+from contracts.hashing import chain_hashes
 from contracts.ids import RequestId
 from contracts.kv_loss import EXACT, joined
+from contracts.request import chain_start
 from contracts.sampling import SamplingParams
+from engine.adapters import LoadedAdapter
 from engine.fair_turns import Turn, Urgency
 from engine.page_lease import PageLease
 
@@ -42,6 +44,8 @@ class Sequence:
 
     The last `num_pending` tokens (none or one) are being drawn by the device: their ids mean nothing yet.
 
+    `adapter`: the LoRA adapter that computes it, beside the model.
+
     `lease`: what it holds of the groups of layers whose pages live shorter than it; None while it has no blocks.
 
     `tokens` and `blocks` are 32-bit arrays, so that numpy reads them without a Python loop.
@@ -60,6 +64,7 @@ class Sequence:
         late_s: float = 0.0,
         tenant: str = "",
         cost: float = 0.0,
+        adapter: LoadedAdapter | None = None,
     ) -> None:
         self.request_id = request_id
         self.sampling = sampling
@@ -72,7 +77,8 @@ class Sequence:
         self.blocks = array("i")
         self.lease: PageLease | None = None
         self.digests: list[bytes] = []
-        self.cache_salt, self._root = cache_salt, salted(cache_salt)
+        self.cache_salt, self.adapter = cache_salt, adapter
+        self._root = chain_start(cache_salt, None if adapter is None else adapter.ref)
         self.tenant, self.cost = tenant, cost
         self.turn: Turn | None = None
         self.num_pending = 0

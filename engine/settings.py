@@ -26,6 +26,8 @@ class EngineSettings:
     in a step; all of these always, unless `adapts_drafts`. `synthetic_acceptance`: tokens that a round gives whatever
     the model says, see engine.speculative.acceptance_rule; 0.0: the model decides.
 
+    `lora_modules`: the LoRA adapters that are loaded at start, as (name, path); `enable_lora`: others may follow.
+
     `keeps_whole_blocks`: pages of windows stay as long as their blocks, as tiers below the cache need it, which take
     and give whole blocks.
     """
@@ -48,9 +50,16 @@ class EngineSettings:
     draft_tokens: int = 3
     adapts_drafts: bool = True
     synthetic_acceptance: float = 0.0
+    enable_lora: bool = False
+    lora_modules: tuple[tuple[str, str], ...] = ()
     keeps_whole_blocks: bool = False
     max_num_waiting: int = 1024
     cache_dir: Path = Path.home() / ".cache" / "tandem"
+
+    @property
+    def has_lora(self) -> bool:
+        """Return whether adapters are served, or may be."""
+        return self.enable_lora or bool(self.lora_modules)
 
     def rounding(self, dtype: str) -> str:
         """Return what tells this engine's KV from that of workers which compute other values, see KVLayout.

@@ -19,7 +19,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     files = weight_files(folder)
     if not files:
         raise ConfigError(f"{folder} has no *.safetensors file; other weight formats are not supported")
-    return {name: file for file in files for name in _tensor_names(file)}
+    return {name: file for file in files for name in tensor_names(file)}
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -40,7 +40,7 @@ def _listed(index: Path) -> list[str]:
         raise ConfigError(f"cannot read {index}: {error!r}") from error
 
 
-def _tensor_names(file: Path) -> list[str]:
+def tensor_names(file: Path) -> list[str]:
     """Return the names in a header: 8 bytes of length, then JSON (huggingface/safetensors, README)."""
     try:
         with file.open("rb") as stream:

@@ -15,8 +15,10 @@ from engine.cpu.attention import attend
 from engine.cpu.batch_inputs import AttentionPlans, Inputs
 from engine.cpu.decoder_layer import CpuLayerWeights, Residual
 from engine.cpu.grouped_cache import AnyKVCache
+from engine.cpu.head_projection import HeadProjection
 from engine.cpu.head_shape import head_shape
 from engine.cpu.linear import Linear
+from engine.cpu.lora import LayerLora, LoraRows
 from engine.cpu.rotary_turns import RotaryTurns
 from models.config import ModelConfig
 
@@ -68,8 +70,10 @@ class Decoder:
         self._embedding_scale = config.multipliers.embedding
 
     @torch.inference_mode()
-    def forward(self, inputs: Inputs, cache: AnyKVCache, wants_hidden: bool = False) -> Logits:
-        """Writes K and V of all rows."""
+    def forward(
+        self, inputs: Inputs, cache: AnyKVCache, wants_hidden: bool = False, lora: LoraRows | None = None
+    ) -> Logits:
+        """Writes K and V of all rows. `lora`: which of them adapters change, if any."""
         x = self._weights.embedding[inputs.token_ids_M]
         if self._embedding_scale != 1:
             x = x * self._embedding_scale
@@ -79,16 +83,18 @@ class Decoder:
         for index, layer in enumerate(layers):
             if index in self._aux_layers:
                 aux[index] = x
-            q = self._queries(layer, x, turns.of(layer.is_rotated, layer.has_window), inputs, cache, index)
+            own = None if lora is None else LayerLora(lora, index)
+            q = self._queries(layer, x, turns.of(layer.is_rotated, layer.has_window), inputs, cache, index, own)
             mixed = self._attend(layer, q, cache, index, inputs.attention)
-            x = self._residual.behind(layer, x, mixed, inputs.num_answer_rows)
+            x = self._residual.behind(layer, x, mixed, inputs.num_answer_rows, own)
         if len(layers) in self._aux_layers:
             aux[len(layers)] = x
-        q = self._queries(last, x, turns.of(last.is_rotated, last.has_window), inputs, cache, len(layers))
+        own = None if lora is None else LayerLora(lora, len(layers))
+        q = self._queries(last, x, turns.of(last.is_rotated, last.has_window), inputs, cache, len(layers), own)
         if len(layers) + 1 in self._aux_layers:
-            ends, aux[len(layers) + 1] = self._all_ends(x, q, inputs, cache)
+            ends, aux[len(layers) + 1] = self._all_ends(x, q, inputs, cache, own)
         else:
-            ends = self._wanted_ends(x, q, inputs, cache)
+            ends = self._wanted_ends(x, q, inputs, cache, own)
         sampled = ends(inputs.sample_rows, inputs.num_answer_samples)
         return Logits(
             self._logits(sampled),
@@ -97,7 +103,9 @@ class Decoder:
             self._state(sampled) if wants_hidden else None,
         )
 
-    def _wanted_ends(self, x: torch.Tensor, q: torch.Tensor, inputs: Inputs, cache: AnyKVCache) -> Ends:
+    def _wanted_ends(
+        self, x: torch.Tensor, q: torch.Tensor, inputs: Inputs, cache: AnyKVCache, lora: LayerLora | None
+    ) -> Ends:
         """Return what computes the last layer's end.
 
         Only rows whose logits are wanted go past the last K and V: 3 % of a prompt's work, and all of the head's.
@@ -105,18 +113,19 @@ class Decoder:
         last, attention = self._weights.layers[-1], inputs.attention
         if inputs.logit_rows is not None:
             x, q = x.index_select(0, inputs.logit_rows.rows), q.index_select(0, inputs.logit_rows.rows)
-            attention = inputs.logit_rows.attention
+            attention, lora = inputs.logit_rows.attention, None if lora is None else lora.at(inputs.logit_rows.rows)
         mixed = self._attend(last, q, cache, len(self._weights.layers) - 1, attention)
 
         @torch.inference_mode()
         def ends(rows: torch.Tensor, num_answer_rows: int) -> torch.Tensor:
             wanted, of_them = x.index_select(0, rows), mixed.index_select(0, rows)
-            return self._residual.behind(last, wanted, of_them, num_answer_rows)
+            own = None if lora is None else lora.at(rows)
+            return self._residual.behind(last, wanted, of_them, num_answer_rows, own)
 
         return ends
 
     def _all_ends(
-        self, x: torch.Tensor, q: torch.Tensor, inputs: Inputs, cache: AnyKVCache
+        self, x: torch.Tensor, q: torch.Tensor, inputs: Inputs, cache: AnyKVCache, lora: LayerLora | None
     ) -> tuple[Ends, torch.Tensor]:
         """Return what picks rows of the last layer's end, and all of them behind the final norm.
 
@@ -124,7 +133,7 @@ class Decoder:
         """
         last = self._weights.layers[-1]
         mixed = self._attend(last, q, cache, len(self._weights.layers) - 1, inputs.attention)
-        whole = self._residual.behind(last, x, mixed, inputs.num_answer_rows)
+        whole = self._residual.behind(last, x, mixed, inputs.num_answer_rows, lora)
         wanted = whole if inputs.logit_rows is None else whole.index_select(0, inputs.logit_rows.rows)
         return lambda rows, _: wanted.index_select(0, rows), self._state(whole)
 
@@ -145,10 +154,15 @@ class Decoder:
         inputs: Inputs,
         cache: AnyKVCache,
         index: int,
+        lora: LayerLora | None,
     ) -> torch.Tensor:
         """Return the rows' queries, `[M, H, D]`, and write their K and V."""
         normed = self._residual.before(x, layer.attention_gain)
-        q, kv = layer.projection(normed, turns, inputs.num_answer_rows, cache.dtype)
+        if lora is None:
+            q, kv = layer.projection(normed, turns, inputs.num_answer_rows, cache.dtype)
+        else:
+            assert isinstance(layer.projection, HeadProjection), "an adapter of latent attention was loaded"
+            q, kv = layer.projection(normed, turns, inputs.num_answer_rows, cache.dtype, lora)
         # In words of 8 bytes, since index_copy_ goes element by element: a third of the time in bfloat16. In
         # words of 4 where those of 8 don't make up a head.
         word = torch.int64 if self.heads.head_dim % 4 == 0 else torch.int32

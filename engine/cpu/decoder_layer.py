@@ -7,7 +7,8 @@ import torch
 from engine.cpu.head_projection import Projection
 from engine.cpu.latent_attention import LatentOutput
 from engine.cpu.linear import PhasedLinear
-from engine.cpu.mlp import CpuMlp
+from engine.cpu.lora import LayerLora
+from engine.cpu.mlp import CpuMlp, GatedMlp
 from engine.cpu.norms import RmsNorm
 from models.config import ModelConfig, NormPlacement
 
@@ -48,17 +49,32 @@ class Residual:
         return self.norm(x, gain) if self._is_normed_before else x
 
     def behind(
-        self, layer: CpuLayerWeights, x: torch.Tensor, mixed: torch.Tensor, num_answer_rows: int
+        self,
+        layer: CpuLayerWeights,
+        x: torch.Tensor,
+        mixed: torch.Tensor,
+        num_answer_rows: int,
+        lora: LayerLora | None = None,
     ) -> torch.Tensor:
         """Return what leaves a layer: `x` `[M, hidden]` came to it, and `mixed` is what attention gives.
 
-        Where formats differ, so does rounding between them: each phase by itself.
+        Where formats differ, so does rounding between them: each phase by itself. `lora`: which rows adapters change.
         """
         if 0 < num_answer_rows < len(x) and not layer.is_uniform:
-            answer = self.behind(layer, x[:num_answer_rows], mixed[:num_answer_rows], num_answer_rows)
-            return torch.cat([answer, self.behind(layer, x[num_answer_rows:], mixed[num_answer_rows:], 0)])
-        x = x + self._after(layer.output(mixed, num_answer_rows), layer.attention_out_gain)
-        added = layer.mlp(self.before(x, layer.mlp_gain), num_answer_rows)
+            first, end = num_answer_rows, len(x)
+            loras = (None, None) if lora is None else (lora.between(0, first), lora.between(first, end))
+            answer = self.behind(layer, x[:first], mixed[:first], first, loras[0])
+            return torch.cat([answer, self.behind(layer, x[first:], mixed[first:], 0, loras[1])])
+        output = layer.output(mixed, num_answer_rows)
+        if lora is not None:
+            output = lora.add("output", mixed, output)
+        x = x + self._after(output, layer.attention_out_gain)
+        normed = self.before(x, layer.mlp_gain)
+        if lora is not None and lora.has_mlp:
+            assert isinstance(layer.mlp, GatedMlp), "an adapter of a mixture was loaded"
+            added = layer.mlp(normed, num_answer_rows, lora)
+        else:
+            added = layer.mlp(normed, num_answer_rows)
         return x + self._after(added, layer.mlp_out_gain)
 
     def _after(self, y: torch.Tensor, gain: torch.Tensor | None) -> torch.Tensor:

@@ -5,6 +5,7 @@ from typing import Protocol
 import torch
 
 from engine.cpu.linear import PhasedLinear
+from engine.cpu.lora import LayerLora
 from engine.cpu.norms import JointRmsNorm, RmsNorm
 from models.config import ModelConfig
 
@@ -34,9 +35,18 @@ class HeadProjection:
         self._q_norm, self._k_norm = _head_norms(config)
 
     def __call__(
-        self, x: torch.Tensor, turns: torch.Tensor, num_answer_rows: int, dtype: torch.dtype
+        self,
+        x: torch.Tensor,
+        turns: torch.Tensor,
+        num_answer_rows: int,
+        dtype: torch.dtype,
+        lora: LayerLora | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        qkv_MHD = self._qkv(x, num_answer_rows).float().view(len(x), -1, self._head_dim)
+        """See Projection. `lora`: which rows adapters change, if any."""
+        qkv = self._qkv(x, num_answer_rows)
+        if lora is not None:
+            qkv = lora.add("qkv", x, qkv)
+        qkv_MHD = qkv.float().view(len(x), -1, self._head_dim)
         if self._q_gain is not None:
             qkv_MHD = self._normalised(qkv_MHD)
         pairs = torch.view_as_complex(qkv_MHD.view(len(x), qkv_MHD.shape[1], -1, 2))

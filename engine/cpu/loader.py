@@ -24,6 +24,7 @@ from engine.cpu.format_choice import resolve_dtype
 from engine.cpu.grouped_cache import GroupedKVCache
 from engine.cpu.joint_cache import JointCache
 from engine.cpu.linear import FORMATS
+from engine.cpu.lora_loader import lora_loader
 from engine.cpu.mtp.loader import open_mtp
 from engine.cpu.native.choice import chosen_kernels
 from engine.cpu.native.loader import load_native_backend
@@ -77,5 +78,5 @@ def load_cpu_backend(settings: EngineSettings, checkpoint: Checkpoint, progress:
     sampler = Sampler(checkpoint.eos_token_ids)
     return Backend(
         whole, runner, sampler, dtype, max_model_len, caches_decoded_kv, drafting=drafting,
-        page_tables=tables,
+        page_tables=tables, load_adapter=lora_loader(settings, checkpoint, source, number_format),
     )  # fmt: skip

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.cpu.linear import PhasedLinear
+from engine.cpu.lora import LayerLora
 
 # No more than BFloat16PromptLinear multiplies at a time, so that gate and up, several times as wide as what goes in,
 # are not joined from parts before they are used: a prompt of 1024 tokens takes 4 % less with AMX.
@@ -32,14 +33,23 @@ class GatedMlp:
         self._gate_up, self._down = gate_up, down
         self.is_uniform = gate_up.is_uniform and down.is_uniform
 
-    def __call__(self, x: torch.Tensor, num_answer_rows: int) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, num_answer_rows: int, lora: LayerLora | None = None) -> torch.Tensor:
+        """See CpuMlp. `lora`: which rows adapters change, if any."""
         if len(x) <= _PART_ROWS:
-            return self._part(x, num_answer_rows)
-        return torch.cat([self._part(rows, len(rows) if num_answer_rows else 0) for rows in x.split(_PART_ROWS)])
+            return self._part(x, num_answer_rows, lora)
+        starts = range(0, len(x), _PART_ROWS)
+        loras = [None if lora is None else lora.between(start, start + _PART_ROWS) for start in starts]
+        parts = zip(x.split(_PART_ROWS), loras, strict=True)
+        return torch.cat([self._part(rows, len(rows) if num_answer_rows else 0, own) for rows, own in parts])
 
-    def _part(self, x: torch.Tensor, num_answer_rows: int) -> torch.Tensor:
-        gate, up = self._gate_up(x, num_answer_rows).chunk(2, dim=1)
-        return self._down(self._activate(gate, up), num_answer_rows)
+    def _part(self, x: torch.Tensor, num_answer_rows: int, lora: LayerLora | None) -> torch.Tensor:
+        gate_up = self._gate_up(x, num_answer_rows)
+        if lora is not None:
+            gate_up = lora.add("gate_up", x, gate_up)
+        gate, up = gate_up.chunk(2, dim=1)
+        inner = self._activate(gate, up)
+        y = self._down(inner, num_answer_rows)
+        return y if lora is None else lora.add("down", inner, y)
 
     def _activate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         if gate.dtype is not torch.float32:

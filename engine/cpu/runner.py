@@ -9,6 +9,7 @@ from engine.backend import AuxReader, Computed, Written, ignore_progress, wants_
 from engine.cpu.batch_inputs import prepare
 from engine.cpu.decoder import Decoder
 from engine.cpu.grouped_cache import AnyKVCache
+from engine.cpu.lora import lora_rows
 from engine.sampling.prompt_logprobs import score, spans
 from engine.sampling.token_masks import TokenMasks
 from engine.scheduler.batch import ScheduledChunk
@@ -30,7 +31,7 @@ class CpuRunner:
     def forward(self, pieces: SequenceOf[ScheduledChunk], written: Written = ignore_progress) -> Computed:
         found = spans(pieces)
         inputs = prepare(pieces, found, self._model.heads, self._cache)
-        logits = self._model.forward(inputs, self._cache, wants_hidden(pieces))
+        logits = self._model.forward(inputs, self._cache, wants_hidden(pieces), lora_rows(pieces))
         if self._reader is not None:
             self._reader.read(pieces, torch.cat(logits.aux, 1))
         return Computed(logits.sampled, score(found, logits.scored), hidden=logits.hidden)

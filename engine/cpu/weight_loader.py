@@ -26,7 +26,7 @@ def load_weights(
     config: ModelConfig, source: WeightSource, number_format: NumberFormat, progress: Progress
 ) -> DecoderWeights:
     """Raises ConfigError for a tensor that is missing or has another shape than the configuration says."""
-    loader = _CpuWeightLoader(config, source, number_format)
+    loader = CpuWeightLoader(config, source, number_format)
     # First: a vocabulary of another size is told before much is loaded.
     embedding, final_gain, head, state_gain = loader.ends()
     layers = []
@@ -45,10 +45,12 @@ def load_mtp_weights(
     `embedding` is the model's, as the output head is: the copies of both that a checkpoint may have are not read.
     Raises ConfigError for a tensor that is missing or has another shape than the configuration says.
     """
-    return _CpuWeightLoader(config, source, number_format).mtp(embedding)
+    return CpuWeightLoader(config, source, number_format).mtp(embedding)
 
 
-class _CpuWeightLoader:
+class CpuWeightLoader:
+    """The packed weights of one layer after the other."""
+
     def __init__(self, config: ModelConfig, source: WeightSource, number_format: NumberFormat) -> None:
         self._config, self._source, self._format = config, source, number_format
         self._tensors = ModelTensors(config, source, interleaved=True)
@@ -89,6 +91,18 @@ class _CpuWeightLoader:
             LatentProjection(config.latent, down, q_up, unfolded, kv_gain, found.keys),
             LatentOutput(config.latent, found.values, output),
         )
+
+    def folded_gains(self, index: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return a layer's gains that are folded into attention's and the MLP's first matrices."""
+        if not self._format.folds:
+            return None, None
+        attention_gain, mlp_gain = (self._gain_before(layer_prefix(index) + name) for name in _NORMS_BEFORE)
+        return attention_gain, mlp_gain
+
+    @property
+    def added_share(self) -> float:
+        """Return what the matrices whose rows are added to the residual are multiplied by."""
+        return self._config.multipliers.residual if self._config.norms is NormPlacement.BEFORE else 1.0
 
     def _sinks(self, prefix: str) -> torch.Tensor | None:
         sinks = self._tensors.sinks(prefix)
@@ -151,8 +165,8 @@ class _CpuWeightLoader:
 
     def _added(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PhasedLinear:
         """Return what is added to the residual, times what the model multiplies that by."""
-        share = self._config.multipliers.residual
-        if share != 1 and self._config.norms is NormPlacement.BEFORE:
+        share = self.added_share
+        if share != 1:
             weight, bias = weight * share, None if bias is None else bias * share
         return self._format.pack(weight, bias)
 

@@ -331,7 +331,7 @@ def llama_names(stored: Collection[str], names: TensorNames) -> dict[str, str]:
     num_left = len(stored) - len(text)
     if num_left:
         _log.info("%d tensors of the vision tower are not read: text alone is served", num_left)
-    return {_renamed(name, names): name for name in text}
+    return {llama_name(name, names): name for name in text}
 
 
 def _with_parts(stored: dict[str, str], parts: Mapping[str, FusedRows]) -> tuple[dict[str, str], dict[str, FusedRows]]:
@@ -348,7 +348,8 @@ def _with_parts(stored: dict[str, str], parts: Mapping[str, FusedRows]) -> tuple
     return names, rows
 
 
-def _renamed(name: str, names: TensorNames) -> str:
+def llama_name(name: str, names: TensorNames) -> str:
+    """Return what a tensor or module is called in Llama."""
     for stored, known in names.renamed:
         name = name.replace(stored, known)
     return name

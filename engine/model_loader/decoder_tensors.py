@@ -74,19 +74,8 @@ class ModelTensors:
         self, config: ModelConfig, source: WeightSource, interleaved: bool, num_head_rows: int | None = None
     ) -> None:
         self._config, self._source, self._interleaved = config, source, interleaved
-        hidden, inner = config.hidden_size, config.intermediate_size
-        q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        mixed_width = q_width if config.latent is None else config.num_heads * config.latent.value_dim
-        self._shapes = {
-            _Q: (q_width, hidden),
-            _K: (kv_width, hidden),
-            _V: (kv_width, hidden),
-            "self_attn.o_proj": (hidden, mixed_width),
-            "mlp.gate_proj": (inner, hidden),
-            "mlp.up_proj": (inner, hidden),
-            "mlp.down_proj": (hidden, inner),
-            "lm_head": (num_head_rows or config.vocab_size, hidden),
-        }
+        hidden = config.hidden_size
+        self._shapes = layer_shapes(config) | {"lm_head": (num_head_rows or config.vocab_size, hidden)}
         if config.experts is not None:
             inner = config.experts.shared_size or config.experts.intermediate_size
             self._shapes |= {f"mlp.shared_expert.{name}_proj": (inner, hidden) for name in ("gate", "up")}
@@ -285,19 +274,7 @@ class ModelTensors:
         return replace(matrix, weight=self._rotary_order(matrix.weight), scale=self._rotary_order(matrix.scale))
 
     def _rotary_order(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Rows of each head from pairs (x0, y0, x1, y1, ..) to halves (x0, x1, .., y0, y1, ..), or back.
-
-        Rows that are not turned come behind the others in a file, and are taken for pairs as they follow.
-        """
-        head_dim, width = self._config.head_dim, self._config.rotary_width
-        if self._interleaved == self._source.interleaved and (self._interleaved or width == head_dim):
-            return tensor
-        heads = tensor.view(-1, head_dim, *tensor.shape[1:])
-        if not self._source.interleaved:
-            heads = torch.cat([_exchanged(heads[:, :width], 2, width // 2), heads[:, width:]], 1)
-        if not self._interleaved:
-            heads = _exchanged(heads, head_dim // 2, 2)
-        return heads.reshape(tensor.shape)
+        return rotary_order(tensor, self._config, self._source.interleaved, self._interleaved)
 
     def _tensor(self, name: str, *shape: int) -> torch.Tensor:
         tensor = self._source.tensor(name)
@@ -309,6 +286,40 @@ def require_shape(name: str, found: Sequence[int], shape: Sequence[int]) -> None
     """Raise ConfigError for a tensor of another shape than the configuration says."""
     if tuple(found) != tuple(shape):
         raise ConfigError(f"the tensor '{name}' is {list(found)}; its configuration says {list(shape)}")
+
+
+def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Return the modules of attention and of an MLP without experts, with the shapes of their matrices."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    mixed_width = q_width if config.latent is None else config.num_heads * config.latent.value_dim
+    return {
+        _Q: (q_width, hidden),
+        _K: (kv_width, hidden),
+        _V: (kv_width, hidden),
+        "self_attn.o_proj": (hidden, mixed_width),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+
+
+def rotary_order(
+    tensor: torch.Tensor, config: ModelConfig, is_interleaved: bool, wants_interleaved: bool
+) -> torch.Tensor:
+    """Bring rows of each head from pairs (x0, y0, x1, y1, ..) to halves (x0, x1, .., y0, y1, ..), or back.
+
+    Rows that are not turned come behind the others in a file, and are taken for pairs as they follow.
+    """
+    head_dim, width = config.head_dim, config.rotary_width
+    if wants_interleaved == is_interleaved and (wants_interleaved or width == head_dim):
+        return tensor
+    heads = tensor.view(-1, head_dim, *tensor.shape[1:])
+    if not is_interleaved:
+        heads = torch.cat([_exchanged(heads[:, :width], 2, width // 2), heads[:, width:]], 1)
+    if not wants_interleaved:
+        heads = _exchanged(heads, head_dim // 2, 2)
+    return heads.reshape(tensor.shape)
 
 
 def _exchanged(heads: torch.Tensor, first: int, second: int) -> torch.Tensor:

@@ -39,11 +39,16 @@ def chosen_kernels(
 ) -> NativeKernels | None:
     """Return the native kernels if they are to serve the model, None if torch is.
 
-    `auto` takes them for GGUF files whose matrices are all quantized, on an x86 CPU with AVX2. Raises ConfigError if
+    `auto` takes them for GGUF files whose matrices are all quantized, on an x86 CPU with AVX2, unless LoRA adapters are
+    to be served, which torch computes. Raises ConfigError if
     they are asked for by name and can't serve it.
     """
     if settings.dtype == NATIVE:
+        if settings.has_lora:
+            raise ConfigError(f"the dtype '{NATIVE}' computes no LoRA adapters (lora_modules, enable_lora); use auto")
         return native_kernels(settings, checkpoint, source)
+    if settings.has_lora:
+        return None
     if settings.dtype != "auto" or checkpoint.format is not WeightFormat.GGUF:
         return None
     config = checkpoint.config
