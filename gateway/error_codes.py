@@ -14,6 +14,7 @@ STATUS = {
     "unavailable": 503,
     "peer_lost": 503,
     "draining": 503,
+    "adapter_missing": 503,
     "out_of_blocks": 503,
     "transfer_failed": 503,
     "corrupt": 503,

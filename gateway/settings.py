@@ -39,6 +39,10 @@ class GatewaySettings(BaseSettings):
     tenants: Path | None = Field(None, description="TOML file of tenants, their keys and limits; read when it changes")
     cors_origins: str = Field("", description="sites whose pages may call, with commas; * for all; empty: none")
     root_path: str = Field("", description="path under which a proxy offers this gateway")
+    allow_runtime_lora_updating: bool = Field(
+        False,
+        description="clients may have workers load LoRA adapters from folders there, by POST /v1/load_lora_adapter",
+    )
     request_timeout_s: float = Field(600.0, gt=0, description="every accepted request ends within this time")
     max_inflight: int = Field(1024, ge=1, description="most answers in progress; more get 429")
     max_body_nbytes: int = Field(8 << 20, ge=1024, description="longest request body; longer ones get 413")

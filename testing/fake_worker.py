@@ -28,7 +28,7 @@ from contracts.events import (
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.layout import KVLayout
 from contracts.node import Node, NodeInfo, NodeLoad, TransferCapabilities, WorkerRole
-from contracts.request import Cancel, Job
+from contracts.request import AdapterRef, Cancel, Job
 
 EMBEDDING = (3.0, 0.0, -4.0)
 """What every text has for an embedding, if one is asked for."""
@@ -41,7 +41,8 @@ class FakeWorker:
     `period_s`: time between two steps, each of which gives every answer a token; 0.0: as fast as they are read.
 
     `refuse`: HTTP status for jobs, 0 for none. `script`: the token ids of every answer; empty: those of the prompt,
-    over and over.
+    over and over. `adapters`: None for a worker that can load none; `refused_adapter`: the name of one that it does not
+    load.
     """
 
     worker_id: WorkerId
@@ -58,6 +59,8 @@ class FakeWorker:
     synthetic_acceptance: float = 0.0
     drafts: tuple[int, int] = (0, 0)
     script: Sequence[int] = ()
+    adapters: tuple[AdapterRef, ...] | None = None
+    refused_adapter: str = ""
     load: NodeLoad = field(default_factory=NodeLoad)
     jobs: list[Job] = field(default_factory=list)
     cancels: list[Cancel] = field(default_factory=list)
@@ -72,7 +75,12 @@ class FakeWorker:
 
     async def start(self) -> None:
         app = web.Application(client_max_size=32 << 20)
-        app.add_routes([web.post("/jobs", self._jobs), web.get("/events", self._events)])
+        routes = [
+            web.post("/jobs", self._jobs),
+            web.post("/adapters", self._adapters),
+            web.get("/events", self._events),
+        ]
+        app.add_routes(routes)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
@@ -124,6 +132,7 @@ class FakeWorker:
             ways=self.ways or TransferCapabilities(memory="host", sends=["tcp"], takes={layout_id: ["tcp"]}),
             layout=self.layout,
             synthetic_acceptance=self.synthetic_acceptance,
+            adapters=self.adapters,
         )
         return Node(info=info, load=self.load, alive=True)
 
@@ -136,6 +145,18 @@ class FakeWorker:
         for message in messages:
             self._cancel(message) if isinstance(message, Cancel) else self._start(message)
         return web.Response(status=202)
+
+    async def _adapters(self, request: web.Request) -> web.Response:
+        """Take what /adapters of a worker takes; an adapter's digest is its path."""
+        asked = await request.json()
+        if self.adapters is None or asked["name"] == self.refused_adapter:
+            words = f"the adapter '{asked['name']}' is not served"
+            return web.json_response({"error": {"code": "invalid_request", "message": words}}, status=400)
+        known = [ref for ref in self.adapters if ref.name != asked["name"]]
+        if "path" in asked:
+            known.append(AdapterRef(asked["name"], asked["path"].encode()))
+        self.adapters = tuple(known)
+        return web.json_response({"adapters": [ref.name for ref in known]})
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         if not self._knows(request):
@@ -165,6 +186,9 @@ class FakeWorker:
 
     def _start(self, job: Job) -> None:
         self.jobs.append(job)
+        if job.adapter is not None and job.adapter not in (self.adapters or ()):
+            self.publish(job.gateway_id, [Failed(job.request_id, job.epoch, "adapter_missing", "it is not loaded")])
+            return
         task = self._running[job.request_id, job.epoch] = asyncio.create_task(self._answer(job))
         task.add_done_callback(lambda _: self._running.pop((job.request_id, job.epoch), None))
 

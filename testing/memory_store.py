@@ -82,18 +82,16 @@ class MemoryStore:
         worker.beat(load, self._clock() + self._alive_s)
         return True
 
-    async def change_role(self, info: NodeInfo) -> None:
+    async def restate(self, info: NodeInfo) -> None:
         worker = self._current(info.worker_id, info.incarnation)
         if worker is None or worker.died_s is not None:
             raise refusals.not_known(info.worker_id)
-        if worker.info.role == info.role:
-            return
         roles = {info.role, *(other.info.role for other in self._workers.values() if self._takes_work(other, worker))}
         for side, opposite in ((PREFILL, WorkerRole.DECODE), (DECODE, WorkerRole.PREFILL)):
-            if roles == {opposite}:
+            if roles == {opposite} and worker.info.role != info.role:
                 raise refusals.last_of(side, info.worker_id)
+        self._counters["role_changes"] += worker.info.role != info.role
         worker.info = info
-        self._counters["role_changes"] += 1
 
     async def leave(self, worker_id: WorkerId, incarnation: Incarnation, is_dead: bool = False) -> None:
         worker = self._current(worker_id, incarnation)

@@ -9,7 +9,7 @@ from contracts.held_prefixes import HeldChange
 from contracts.ids import Epoch, GatewayId, RequestId
 from contracts.layout import KVLayout
 from contracts.node import NodeLoad, TransferCapabilities
-from contracts.request import JobMessage, WorkerRef
+from contracts.request import AdapterRef, JobMessage, WorkerRef
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
@@ -47,11 +47,26 @@ class KnownPeers(msgspec.Struct, frozen=True, tag="peers"):
     workers: list[WorkerRef]
 
 
+class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter"):
+    """The request to load a LoRA adapter from a folder; AdapterReply of the same `number` answers it."""
+
+    number: int
+    name: str
+    path: str
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload_adapter"):
+    """The request to forget an adapter; what runs with it goes on. AdapterReply answers it."""
+
+    number: int
+    name: str
+
+
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """The request to end the core."""
 
 
-ToCore = Start | Work | GatewayGone | KnownPeers | Stop
+ToCore = Start | Work | GatewayGone | KnownPeers | LoadAdapter | UnloadAdapter | Stop
 
 
 class Loading(msgspec.Struct, frozen=True, tag="loading"):
@@ -78,6 +93,18 @@ class CoreReady(msgspec.Struct, frozen=True, tag="core_ready"):
     capacity_tokens: int
     dtype: str
     capabilities: TransferCapabilities
+    adapters: tuple[AdapterRef, ...] | None = None
+
+
+class AdapterReply(msgspec.Struct, frozen=True, tag="adapter_reply"):
+    """The answer to the request `number`: the adapters that are loaded now.
+
+    `error`: why nothing was changed; empty if all went well.
+    """
+
+    number: int
+    adapters: tuple[AdapterRef, ...]
+    error: str = ""
 
 
 class LevelStatus(msgspec.Struct, frozen=True):
@@ -136,4 +163,4 @@ class CoreFrame(msgspec.Struct, frozen=True, tag="frame"):
     held: list[HeldChange] = []
 
 
-ToFront = Loading | CoreFailed | CoreReady | CoreFrame
+ToFront = Loading | CoreFailed | CoreReady | AdapterReply | CoreFrame

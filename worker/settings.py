@@ -106,6 +106,14 @@ class WorkerSettings(BaseSettings):
         description="to measure with random weights: a step with a draft gives so many tokens on average, whatever the "
         "model says of them; answers are nonsense then, and say so in system_fingerprint; 0: the model decides",
     )
+    enable_lora: bool = Field(
+        False, description="serve LoRA adapters that are loaded while it runs, with those of `lora_modules`; on CPUs"
+    )
+    lora_modules: str = Field(
+        "",
+        description="LoRA adapters in PEFT's format that are served from the start, with commas: NAME=FOLDER, whose "
+        "name clients give as `model`; on CPUs",
+    )
     itl_objective_ms: float = Field(
         0.0,
         ge=0,
@@ -137,12 +145,27 @@ class WorkerSettings(BaseSettings):
             )
         return name
 
+    @field_validator("lora_modules")
+    @classmethod
+    def _names_adapters(cls, text: str) -> str:
+        adapters = _adapters(text)
+        if wrong := [name or folder for name, folder in adapters if not (name and folder)]:
+            raise ValueError(f"NAME=FOLDER is expected, with commas between, where {wrong[0]!r} stands")
+        if len(dict(adapters)) < len(adapters):
+            raise ValueError("each adapter needs a name of its own")
+        return text
+
     @field_validator("kv_store")
     @classmethod
     def _names_a_store(cls, url: str) -> str:
         if wrong := url and wrong_store_url(url):
             raise ValueError(wrong)
         return url
+
+    @property
+    def adapters(self) -> tuple[tuple[str, str], ...]:
+        """Return the names and the folders of the LoRA adapters that are loaded at start."""
+        return _adapters(self.lora_modules)
 
     @property
     def has_tiers(self) -> bool:
@@ -154,3 +177,8 @@ class WorkerSettings(BaseSettings):
         if self.advertise_host:
             return self.advertise_host
         return socket.gethostname() if self.host in ("0.0.0.0", "::") else self.host
+
+
+def _adapters(text: str) -> tuple[tuple[str, str], ...]:
+    pairs = (word.partition("=") for word in map(str.strip, text.split(",")) if word)
+    return tuple((name.strip(), folder.strip()) for name, _, folder in pairs)

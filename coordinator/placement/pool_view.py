@@ -246,8 +246,8 @@ class PoolView:
         worker = self._workers.get(row.worker_id)
         is_dead = row.counts is not None and row.counts.term == "0"
         is_another = worker is not None and row.counts is not None and worker.counts.term != row.counts.term
-        has_turned = worker is not None and row.info is not None and worker.info.role != row.info.role
-        if row.counts is None or (is_another and not is_dead) or has_turned:
+        has_changed = worker is not None and row.info is not None and worker.info != row.info  # its role, its adapters
+        if row.counts is None or (is_another and not is_dead) or has_changed:
             self._remove(row.worker_id)
             worker = None
         if row.counts is None:

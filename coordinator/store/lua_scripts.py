@@ -11,7 +11,7 @@ FOLDER = Path(__file__).with_name("lua")
 NAMES = (
     "join",
     "heartbeat",
-    "role",
+    "restate",
     "leave",
     "workers",
     "counts",

@@ -102,8 +102,8 @@ class RedisStore:
         )
         return bool(await self._run("heartbeat", *beat, *fields))
 
-    async def change_role(self, info: NodeInfo) -> None:
-        match await self._run("role", info.worker_id, info.incarnation, info.role.value, encode(info)):
+    async def restate(self, info: NodeInfo) -> None:
+        match await self._run("restate", info.worker_id, info.incarnation, info.role.value, encode(info)):
             case bytes() as side:
                 raise refusals.last_of(side.decode(), info.worker_id)
             case 0:

@@ -252,8 +252,8 @@ class Store(Protocol):
         """Return False if the worker is superseded, dead, or lost by Redis: it joins again."""
         ...
 
-    async def change_role(self, info: NodeInfo) -> None:
-        """Give a worker the role of `info`; what is placed on it stays.
+    async def restate(self, info: NodeInfo) -> None:
+        """Take what a worker states anew: its role, its adapters. What is placed on it stays.
 
         Raises RequestError if no worker that takes work would compute prompts then, or none produce answers;
         Unavailable if this incarnation is not in the registry.

@@ -307,7 +307,7 @@ class ModelCard(msgspec.Struct):
     created: int
     owned_by: str
     root: str
-    parent: None
+    parent: str | None
     max_model_len: int
     permission: list[Any]
 

@@ -6,6 +6,7 @@ Workers' own words are for the log: they name links, hosts and memory, which cli
 import msgspec
 
 from contracts.errors import (
+    AdapterMissing,
     AuthFailed,
     Corrupt,
     DeadlineExceeded,
@@ -32,6 +33,7 @@ WORDS = {
     PeerLost.code: f"a worker of this request was lost; {AGAIN}",
     Corrupt.code: f"the KV cache of this answer arrived damaged; {AGAIN}",
     Unavailable.code: f"a worker can't take this request now; {AGAIN}",
+    AdapterMissing.code: f"a worker that was to take this request has not loaded its adapter; {AGAIN}",
     "draining": f"a worker that was to take this request is being stopped; {AGAIN}",
     OutOfBlocks.code: f"a worker has no room left for this answer; {AGAIN} later",
     Overloaded.code: "the workers are full",

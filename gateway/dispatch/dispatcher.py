@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from contracts.errors import Overloaded, RequestError, TandemError, Unavailable
 from contracts.events import Event, Failed, Tokens
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
-from contracts.request import Cancel, JobMessage, Route, WorkerRef
+from contracts.request import Cancel, JobMessage, Route, WorkerRef, chain_start
 from coordinator.migration_policy import DEFAULT_REASONS, MigrationPlanner, MigrationPolicy
 from coordinator.request_states import RequestState
 from gateway.dispatch.attempt_budget import AttemptBudget
@@ -99,6 +99,15 @@ class Dispatcher:
     def num_inflight(self) -> int:
         return len(self._live)
 
+    def adapters_in_flight(self) -> tuple[list[str], list[str]]:
+        """Return the names of LoRA adapters by their answers: those whose first token came, and the others."""
+        named = [(live.answer.request.adapter, live.answer.num_tokens > 0) for live in self._live.values()]
+        running, waiting = (
+            sorted({ref.name for ref, is_running in named if ref is not None and is_running is wanted})
+            for wanted in (True, False)
+        )
+        return running, waiting
+
     @property
     def num_answering(self) -> int:
         """Those in flight whose first token came."""
@@ -159,9 +168,11 @@ class Dispatcher:
     async def _place(
         self, request_id: RequestId, epoch: Epoch, answer: GenerationState, exclude: Sequence[WorkerId]
     ) -> Route:
-        left = answer.request.sampling.max_tokens - answer.num_tokens
         ask, token_ids = answer.request, answer.all_token_ids
-        route = await self._store.place(request_id, epoch, token_ids, left, exclude, ask.cache_salt, ask.room)
+        left = ask.sampling.max_tokens - answer.num_tokens
+        lacking = self.workers.lacking(ask.adapter)
+        start = chain_start(ask.cache_salt, ask.adapter)
+        route = await self._store.place(request_id, epoch, token_ids, left, [*exclude, *lacking], start, ask.room)
         log.debug(
             "%s is placed: prompt of %d tokens on %s, answer on %s (attempt %d)",
             request_id, len(token_ids), route.prefill.worker_id, route.decode.worker_id, route.epoch,

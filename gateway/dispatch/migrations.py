@@ -124,8 +124,9 @@ class Migrations:
     async def _place(self, live: InflightRequest, source: WorkerRef, order: MigrationOrder) -> Route | None:
         num_left = live.answer.request.sampling.max_tokens - live.answer.num_tokens
         need_tokens = decode_need(len(live.answer.all_token_ids), num_left)
-        exclude = [*order.exclude, *self._workers.strange, *self._workers.silent]
         try:
+            lacking = self._workers.lacking(live.answer.request.adapter)
+            exclude = [*order.exclude, *self._workers.strange, *self._workers.silent, *lacking]
             return await self._store.place_migration(live.request_id, live.take_epoch(), source, need_tokens, exclude)
         except TandemError as error:
             log.info("%s stays on %s (%s): %s", live.request_id, source.worker_id, order.reason, error)

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Protocol
 
 from contracts.errors import RegistryError, Unavailable
-from contracts.hashing import salted
 from contracts.ids import Epoch, GatewayId, RequestId, WorkerId
 from contracts.node import Node
 from contracts.request import Route, WorkerRef
@@ -38,7 +37,10 @@ class PlaceUnknown(Unavailable):
 
 
 class Placement(Protocol):
-    """Raises Overloaded or Unavailable; every call has its own deadline."""
+    """Raises Overloaded or Unavailable; every call has its own deadline.
+
+    `chain_start`: of the prompt's hashes (contracts.request.chain_start), by which placement knows who has its prefix.
+    """
 
     async def nodes(self) -> list[Node]: ...
 
@@ -49,7 +51,7 @@ class Placement(Protocol):
         token_ids: Sequence[int],
         max_tokens: int,
         exclude: Sequence[WorkerId],
-        cache_salt: str = "",
+        chain_start: bytes = b"",
         room: float = 1.0,
     ) -> Route: ...
 
@@ -86,7 +88,7 @@ class StorePlacement:
         token_ids: Sequence[int],
         max_tokens: int,
         exclude: Sequence[WorkerId],
-        cache_salt: str = "",
+        chain_start: bytes = b"",
         room: float = 1.0,
     ) -> Route:
         request = PlaceRequest(
@@ -96,7 +98,7 @@ class StorePlacement:
             num_tokens=len(token_ids),
             max_tokens=max_tokens,
             lease_s=LEASE_S,
-            prefixes=PromptPrefixes(token_ids, salted(cache_salt)),
+            prefixes=PromptPrefixes(token_ids, chain_start),
             exclude=tuple(exclude),
             room=room,
         )

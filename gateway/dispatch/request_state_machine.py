@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from contracts.errors import Overloaded, TandemError, Unavailable, by_code
+from contracts.errors import AdapterMissing, Overloaded, TandemError, Unavailable, by_code
 from contracts.events import Event, Failed, Finished, FinishReason, Moved, Tokens
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.request import Cancel, CancelMigration, Job, Route, WorkerRef
@@ -287,6 +287,7 @@ class InflightRequest:
             num_answered=self.answer.num_tokens,
             tenant=ask.tenant,
             weight=ask.weight,
+            adapter=ask.adapter,
         )
 
     def _on_migration(self, worker_id: WorkerId, event: Event) -> list[Action]:
@@ -356,6 +357,8 @@ class InflightRequest:
         """Return without which workers it is to go on elsewhere, and why; none if it stays, or ends."""
         match event:
             case Failed(code=Overloaded.code) if self.is_begun:
+                return {teller: by_code(event.code, event.message)}
+            case Failed(code=AdapterMissing.code):
                 return {teller: by_code(event.code, event.message)}
             case Failed() if event.code in HANDOFF_FAULTS:
                 # The teller knows of a dead peer before the registry does. One that has none ends the answer.

@@ -11,7 +11,7 @@ import aiohttp
 from msgspec import MsgspecError, Raw
 
 from contracts.codec import FrameReader, decoder, encode
-from contracts.errors import Overloaded, TandemError, Unavailable
+from contracts.errors import Overloaded, RequestError, TandemError, Unavailable
 from contracts.events import Event, EventFrame
 from contracts.ids import GatewayId, Incarnation, WorkerId
 from contracts.node import NodeInfo
@@ -24,6 +24,8 @@ HEARTBEAT_TIMEOUT_S, NUM_LOOKS = 3.0, 6
 """How long a worker may be silent, and in how many looks that is seen."""
 CONNECT_TIMEOUT_S = 2.0
 POST_TIMEOUT_S = 5.0
+ADAPTER_TIMEOUT_S = 90.0
+"""How long a worker may take to read an adapter from disk, between two steps."""
 MAX_POST_NBYTES = 8 << 20
 """The most bytes of jobs that travel together: a worker takes 32 MiB at once, and nothing of more."""
 RECONNECT_S = 0.2
@@ -71,6 +73,21 @@ class WorkerLink:
         if len(self._outbox) == 1:
             spawn_into(self._posting, self._post())
         await future
+
+    async def change_adapter(self, name: str, path: str | None) -> TandemError | None:
+        """Have the worker load a LoRA adapter, or unload it if `path` is None; return why it did not."""
+        timeout = aiohttp.ClientTimeout(total=ADAPTER_TIMEOUT_S, sock_connect=CONNECT_TIMEOUT_S)
+        body = {"name": name} if path is None else {"name": name, "path": path}
+        try:
+            async with self._session.post(f"{self.info.url}/adapters", json=body, timeout=timeout) as response:
+                if response.status < 300:
+                    return None
+                words = (await response.json())["error"]["message"]
+                kind = RequestError if response.status == 400 else Unavailable
+                return kind(f"worker {self.info.worker_id}: {words}")
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError, LookupError, TypeError) as error:
+            log.warning("worker %s changes no adapter: %s", self.info.worker_id, str(error) or type(error).__name__)
+            return Unavailable("a worker can't be reached")
 
     async def stop(self, reason: str) -> None:
         self._task.cancel()

@@ -5,14 +5,16 @@ import logging
 import math
 import sys
 import time
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 
 import aiohttp
 
-from contracts.errors import Unavailable
+from contracts.errors import RequestError, Unavailable
 from contracts.ids import GatewayId, WorkerId
 from contracts.node import Node, NodeInfo, NodeLoad, WorkerRole
-from contracts.request import Job, JobMessage, WorkerRef
+from contracts.request import AdapterRef, Job, JobMessage, WorkerRef
 from gateway.dispatch.compatibility import incompatible_workers
 from gateway.dispatch.registry_client import Placement
 from gateway.dispatch.worker_link import OnEvent, OnLost, WorkerLink
@@ -48,6 +50,7 @@ class WorkerPool:
         self._links: dict[WorkerId, WorkerLink] = {}
         self._leaving: set[asyncio.Task[None]] = set()
         self._listed: dict[WorkerId, NodeLoad] = {}
+        self._adapters: dict[str, AdapterRef] = {}
         self._looked_s = -math.inf
         self._task: asyncio.Task[None] | None = None
         self._session: aiohttp.ClientSession | None = None
@@ -120,6 +123,46 @@ class WorkerPool:
         sides = [f"no live {side} worker" for side, those in (("prefill", sources), ("decode", sinks)) if not those]
         return f"{' and '.join(sides)} that is connected and takes work"
 
+    @property
+    def adapters(self) -> dict[str, AdapterRef]:
+        """Return the LoRA adapters that requests may name.
+
+        Of several with one name the one that most workers have. While no worker is listed, those of before: a request
+        is then told that there is no worker, and not that there is no such model.
+        """
+        return self._adapters
+
+    def lacking(self, adapter: AdapterRef | None) -> list[WorkerId]:
+        """Return the workers that have not loaded an adapter; none for the model alone.
+
+        Raises Unavailable if no worker has it.
+        """
+        if adapter is None:
+            return []
+        infos = [link.info for link in self._links.values()]
+        lacking = [info.worker_id for info in infos if adapter not in (info.adapters or ())]
+        if len(lacking) == len(infos):
+            raise Unavailable(f"no worker has the adapter '{adapter.name}' now")
+        return lacking
+
+    async def change_adapter(self, name: str, path: str | None) -> None:
+        """Load a LoRA adapter on all workers, or unload it if `path` is None.
+
+        Raises RequestError with the words of a worker that can't, after what the others did was undone; Unavailable if
+        one does not answer, or there is none.
+        """
+        before = self._adapters.get(name)
+        links = [link for name, link in self._links.items() if name in self._listed]
+        if not links:
+            raise Unavailable("no worker is connected")
+        faults = await asyncio.gather(*(link.change_adapter(name, path) for link in links))
+        if path is not None and before is None and any(faults):
+            done = (link for link, fault in zip(links, faults, strict=True) if fault is None)
+            await asyncio.gather(*(link.change_adapter(name, None) for link in done))
+        await self._poll()
+        if refusals := [fault for fault in faults if fault is not None]:
+            raise next((fault for fault in refusals if isinstance(fault, RequestError)), refusals[0])
+
     def _drains(self, worker_id: WorkerId) -> bool:
         return self._listed[worker_id].draining
 
@@ -161,6 +204,8 @@ class WorkerPool:
         self._name_misfits([node.info for node in alive.values()])
         self._shortest = min((node.info.max_model_len for node in nodes.values()), default=sys.maxsize)
         self._listed = {worker_id: node.load for worker_id, node in nodes.items()}
+        if nodes:
+            self._adapters = _most_common([node.info for node in nodes.values()])
         gone = [worker_id for worker_id, link in self._links.items() if _is_gone(nodes.get(worker_id), link)]
         for worker_id in gone:
             # In its own time: what was just sent to a worker that is frozen takes POST_TIMEOUT_S to fail.
@@ -193,6 +238,17 @@ class WorkerPool:
             await self._poll()
             return worker_id not in self._listed or self._drains(worker_id)
         return False
+
+
+def _most_common(infos: Sequence[NodeInfo]) -> dict[str, AdapterRef]:
+    """Return the adapters of workers by name, in the order in which these have them."""
+    counts = Counter(ref for info in infos for ref in info.adapters or ())
+    found: dict[str, AdapterRef] = {}
+    for ref, count in counts.items():
+        known = found.setdefault(ref.name, ref)
+        if (count, ref.digest) > (counts[known], known.digest):
+            found[ref.name] = ref
+    return found
 
 
 def _is_gone(node: Node | None, link: WorkerLink) -> bool:

@@ -7,7 +7,17 @@ from gateway.http.api_keys import ApiKeyMiddleware
 from gateway.http.context import AppContext
 from gateway.http.error_handlers import add_error_handlers, unauthorized
 from gateway.http.request_counts import RequestCountMiddleware
-from gateway.http.routes import embeddings, generation, health, messages, models, render, responses, tokenize
+from gateway.http.routes import (
+    adapters,
+    embeddings,
+    generation,
+    health,
+    messages,
+    models,
+    render,
+    responses,
+    tokenize,
+)
 
 
 def make_app(context: AppContext) -> FastAPI:
@@ -18,7 +28,7 @@ def make_app(context: AppContext) -> FastAPI:
     _add_access(app, context)
     app.add_middleware(RequestCountMiddleware, requests=context.metrics.http_requests)
     add_error_handlers(app)
-    for subject in (generation, responses, messages, embeddings, render, tokenize, models, health):
+    for subject in (generation, responses, messages, embeddings, render, tokenize, models, adapters, health):
         app.router.routes += subject.router.routes
     return app
 

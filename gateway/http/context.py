@@ -7,6 +7,7 @@ from fastapi import Depends, Request
 
 from checkpoint import Checkpoint
 from contracts.errors import NotFound
+from contracts.request import AdapterRef
 from gateway.admission.limits import BodyMemoryLimit, ConcurrencyLimit
 from gateway.api.response_formatter import Spelling, spell_id
 from gateway.dispatch.dispatcher import Dispatcher
@@ -20,6 +21,14 @@ from gateway.tenants.tenant_accounts import TenantAccounts
 
 MAX_WHOLE_BODIES = 64
 """So many of the longest that are allowed may be on their way at once: half a GiB of them."""
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """The model that a request asks for: the name that its answer carries, and its LoRA adapter, if any."""
+
+    name: str
+    adapter: AdapterRef | None = None
 
 
 @dataclass
@@ -65,10 +74,16 @@ class AppContext:
         """Return how tokens are named in this request's log-probabilities."""
         return spell_id if asked.return_tokens_as_token_ids else self.prompting.token_text
 
-    def require_model(self, name: str | None) -> None:
-        """Raise NotFound unless `name` is one of the model's; none, or an empty one, means that model."""
-        if name and name not in self.names:
-            raise NotFound(f"the model '{name[:200]}' does not exist; this server has '{self.model}'", "model")
+    def served(self, name: str | None) -> ServedModel:
+        """Return the model that a request names, the one of this server if it names none.
+
+        Raises NotFound for another name.
+        """
+        if not name or name in self.names:
+            return ServedModel(self.model)
+        if (adapter := self.dispatch.workers.adapters.get(name)) is not None:
+            return ServedModel(name, adapter)
+        raise NotFound(f"the model '{name[:200]}' does not exist; this server has '{self.model}'", "model")
 
 
 def app_context(request: Request) -> AppContext:

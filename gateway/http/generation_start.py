@@ -33,6 +33,8 @@ def begin_generation(
     if account is not None:
         facts = {"tenant": account.name, "weight": account.tenant.weight}
         asks = [replace(ask, priority=account.urgency(ask.priority), **facts) for ask in asks]
+    if (adapter := request.state.served.adapter) is not None:
+        asks = [replace(ask, adapter=adapter) for ask in asks]
     eos = tuple(context.checkpoint.eos_token_ids)
     serving = GenerationRun(
         id=replies.id,

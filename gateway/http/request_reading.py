@@ -42,7 +42,7 @@ class BodyOf:
             request.state.started_s = time.monotonic()
             asked = parse(body, self._kind)
         request.state.request_id = getattr(asked, "request_id", None)
-        context.require_model(asked.model)
+        request.state.served = context.served(asked.model)
         return _with_names(asked, context.settings.default_chat_template_kwargs)
 
 

@@ -3,7 +3,8 @@
 One scrape of the gateway has what dashboards and endpoint pickers want of a server, whatever ports its workers have.
 """
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -39,8 +40,8 @@ class SumOverWorkers:
 class WorkerMetrics(Collector):
     """The workers of one gateway's pool, as the registry listed them last."""
 
-    def __init__(self, dispatch: Dispatcher, model: str) -> None:
-        self._dispatch, self._model = dispatch, model
+    def __init__(self, dispatch: Dispatcher, model: str, now_s: Callable[[], float] = time.time) -> None:
+        self._dispatch, self._model, self._now_s = dispatch, model, now_s
         self._sum = SumOverWorkers(2 + len(STEP_TOKENS) + 1)
 
     def collect(self) -> Iterator[Metric]:
@@ -54,7 +55,21 @@ class WorkerMetrics(Collector):
         yield self._waiting(loads)
         yield self._counter("num_preemptions", "answers that gave their pages up", preemptions)
         yield self._steps(steps, num_tokens)
+        yield self._lora_requests()
         yield from _by_worker(loads)
+
+    def _lora_requests(self) -> Metric:
+        """Which LoRA adapters run and wait, in labels beside the time, as vLLM has it.
+
+        All that are loaded may run at once.
+        """
+        names = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
+        family = GaugeMetricFamily("vllm:lora_requests_info", "LoRA adapters of answers in progress", labels=names)
+        adapters = self._dispatch.workers.adapters
+        if adapters:
+            running, waiting = self._dispatch.adapters_in_flight()
+            family.add_metric((str(len(adapters)), ",".join(waiting), ",".join(running)), self._now_s())
+        return family
 
     def _usage(self, loads: Sequence[tuple[NodeInfo, NodeLoad]]) -> Metric:
         words = "of the KV caches of all workers, held by requests: 0 to 1"

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+from contracts.request import AdapterRef
 from contracts.sampling import SamplingParams
 
 
@@ -16,7 +17,8 @@ class GenerationRequest:
     it. `is_echo_only`: nothing of the answer is shown. `prompt_logprobs`: how many alternatives the client wants.
     `markers`: special tokens, by id, that are shown though others are skipped; behind those of `headers` no stop string
     is looked for until the next marker. `answer_prefix`: the token whose text the answer goes on from; empty if it is a
-    text of its own. `begun`: what the prompt has begun of the answer's form (gateway/reasoning).
+    text of its own. `begun`: what the prompt has begun of the answer's form (gateway/reasoning). `adapter`: the LoRA
+    adapter that computes it.
     """
 
     index: int
@@ -40,6 +42,7 @@ class GenerationRequest:
     headers: Collection[str] = ()
     answer_prefix: tuple[int, ...] = ()
     begun: str = ""
+    adapter: AdapterRef | None = None
 
     @property
     def has_details(self) -> bool:

@@ -25,7 +25,16 @@ from tandem.commands.target import key_headers
 from tandem.local.child import ChildProcess
 from tandem.local.console_output import plain
 from tandem.local.ports import claim_port
-from tandem.local.preflight import SPECULATE, absolute_drafter, handed_on, preflight, read_up_settings, unread
+from tandem.local.preflight import (
+    LORA_MODULES,
+    SPECULATE,
+    absolute_adapters,
+    absolute_drafter,
+    handed_on,
+    preflight,
+    read_up_settings,
+    unread,
+)
 from tandem.local.run_dir import RunDir, require_free, state_home
 from tandem.local.settings import UpSettings
 from tandem.local.signals import SignalInbox
@@ -47,6 +56,8 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         own, handed = handed_on(words)
         if drafter := {**environ, **handed}.get(SPECULATE):
             handed[SPECULATE] = absolute_drafter(drafter)
+        if modules := {**environ, **handed}.get(LORA_MODULES):
+            handed[LORA_MODULES] = absolute_adapters(modules)
         for line in notes:
             print(f"tandem up: {line}", file=sys.stderr)
         os.environ.update(handed)  # services' settings are checked there, and their processes inherit it

@@ -32,7 +32,7 @@ OF_COMPOSE = (
 """The variables that only the compose files read."""
 
 
-SPECULATE = "TANDEM_SPECULATE"
+SPECULATE, LORA_MODULES = "TANDEM_SPECULATE", "TANDEM_LORA_MODULES"
 
 
 def absolute_drafter(name: str) -> str:
@@ -43,6 +43,17 @@ def absolute_drafter(name: str) -> str:
     before, plus, path = name.rpartition("+")
     found = Path(path).expanduser()
     return f"{before}{plus}{found.absolute()}" if "/" in path and found.exists() else name
+
+
+def absolute_adapters(modules: str) -> str:
+    """Return the setting, NAME=FOLDER with commas, with existing folders made absolute."""
+    return ",".join(map(_absolute_adapter, modules.split(",")))
+
+
+def _absolute_adapter(word: str) -> str:
+    name, equals, path = word.partition("=")
+    found = Path(path.strip()).expanduser()
+    return f"{name}={found.absolute()}" if equals and found.exists() else word
 
 
 def handed_on(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:

@@ -43,8 +43,10 @@ OTHERWISE = {
     "-q": "a quantized checkpoint says so itself; --dtype quantizes others",
     "--allowed-origins": "TANDEM_CORS_ORIGINS names the sites, with commas",
     "--trust-remote-code": "no code of a model's folder is run",
-    "--enable-lora": "adapters are not served",
-    "--lora-modules": "adapters are not served",
+    "--max-lora-rank": "adapters of any rank are served; leave it out",
+    "--max-loras": "all adapters that are loaded may be in one batch; leave it out",
+    "--max-cpu-loras": "all adapters that are loaded stay in memory; leave it out",
+    "--fully-sharded-loras": "adapters are served on CPUs, which share no model; leave it out",
     "--ssl-keyfile": "let a proxy end TLS",
     "--ssl-certfile": "let a proxy end TLS",
     "--uds": "the gateway listens on TCP: --host and --port",
@@ -56,6 +58,10 @@ OTHERWISE = {
 """The options without an equal here -> the advice for each."""
 
 
+ENABLE_LORA = "--enable-lora"
+"""The option that has no value there, and one here."""
+LORA_MODULES = "--lora-modules"
+"""The option with several words, NAME=PATH or JSON, which ours has with commas."""
 SPECULATION = "--speculative-config"
 _WITH_WEIGHTS = ("draft_model",)
 """The methods that need a model of their own; `eagle3` may have one."""
@@ -82,6 +88,15 @@ def translated(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             raise ConfigError(f"{flag} is an option of vLLM's: {OTHERWISE[flag]}")
         if flag == SPECULATION:
             told += _speculation(value if equals else words.pop(0) if words else "")
+            continue
+        if flag == LORA_MODULES:
+            given = [value] if equals else []
+            while words and not words[0].startswith("-"):
+                given.append(words.pop(0))
+            told += [flag, ",".join(map(_adapter, given))]
+            continue
+        if word == ENABLE_LORA:
+            told.append(f"{word}=true")
             continue
         if flag in ALWAYS:
             del words[: 0 if equals else ALWAYS[flag]]
@@ -111,6 +126,19 @@ def _speculation(given: str) -> list[str]:
     if config:
         raise ConfigError(f"{SPECULATION}: there is no equal here to {', '.join(config)}; leave it out")
     return ["--speculate", path or method, *([] if count is None else ["--draft-tokens", str(count)])]
+
+
+def _adapter(given: str) -> str:
+    """Return NAME=PATH of what may be a JSON object of vLLM's."""
+    if not given.startswith("{"):
+        return given
+    try:
+        table = json.loads(given)
+        return f"{table['name']}={table['path']}"
+    except (ValueError, LookupError, TypeError) as error:
+        raise ConfigError(
+            f"{LORA_MODULES} takes NAME=PATH, or JSON with 'name' and 'path', and got {given!r}"
+        ) from error
 
 
 def _value(flag: str, given: str) -> str:

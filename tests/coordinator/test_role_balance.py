@@ -138,7 +138,8 @@ class TestBalancer:
     async def _balanced(self, store: MemoryStore, secret: str) -> dict[str, WorkerRole]:
         """Return the roles after a short prefill was seen for longer than it takes."""
         state, listener = make_state(), listen("127.0.0.1", 0)
-        async with serving(make_app(state, Membership(store, state).change_role), listener):
+        membership = Membership(store, state)
+        async with serving(make_app(state, membership.change_role, membership.change_adapters), listener):
             await self._join(store, state, f"http://127.0.0.1:{listener.getsockname()[1]}")
             balancer = RoleBalancer(store, secret, OBJECTIVE_S, lambda: True)
             async with aiohttp.ClientSession() as session:

@@ -68,9 +68,15 @@ def test_each_answer_of_a_mixed_batch_is_that_of_its_merged_model(adapters):
     assert answers(open_engine(folder)) == expected
 
 
-def test_chunks_prefix_hits_and_drafts_change_nothing_and_no_adapter_finds_the_kv_of_another(adapters):
+@pytest.mark.parametrize("speculate", ["ngram", "model"])
+def test_chunks_prefix_hits_and_drafts_change_nothing_and_no_adapter_finds_the_kv_of_another(
+    adapters, speculate, tmp_path
+):
     folder, expected = adapters
-    engine = open_engine(folder, max_batched_tokens=48, max_mixed_tokens=16, max_num_seqs=5, speculate="ngram")
+    if speculate == "model":
+        save_tiny(tmp_path, "llama", num_hidden_layers=1)
+        speculate = str(tmp_path)
+    engine = open_engine(folder, max_batched_tokens=48, max_mixed_tokens=16, max_num_seqs=5, speculate=speculate)
     assert answers(engine) == expected
     assert engine.stats().prefix_hit_tokens == 0, "equal prompts, and no two of them with the same adapter"
     assert answers(engine) == expected

@@ -68,7 +68,7 @@ class ListStore:
         token_ids: Sequence[int],
         max_tokens: int,
         exclude: Sequence[WorkerId],
-        cache_salt: str = "",
+        chain_start: bytes = b"",
         room: float = 1.0,
     ) -> Route:
         self.rooms.append(room)

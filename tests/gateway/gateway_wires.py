@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from contracts.ids import Incarnation, WorkerId
 from contracts.node import NodeInfo, NodeLoad, WorkerRole
-from contracts.request import Cancel, Job, WorkerRef
+from contracts.request import AdapterRef, Cancel, Job, WorkerRef
 from contracts.sampling import SamplingParams
 from coordinator.store.store import Store
 from gateway.prompting.generation_request import GenerationRequest
@@ -32,6 +32,9 @@ class Wires:
 
     def can_serve(self) -> bool:
         return True
+
+    def lacking(self, adapter: AdapterRef | None) -> list[WorkerId]:
+        return []
 
     async def stop(self) -> None:
         """Nothing to stop."""

@@ -14,7 +14,15 @@ import pytest
 
 from contracts.errors import ConfigError
 from tandem.commands import up
-from tandem.local.preflight import MAKE_VARIABLES, OF_COMPOSE, SERVICES, absolute_drafter, handed_on, unread
+from tandem.local.preflight import (
+    MAKE_VARIABLES,
+    OF_COMPOSE,
+    SERVICES,
+    absolute_adapters,
+    absolute_drafter,
+    handed_on,
+    unread,
+)
 from tandem.local.run_dir import RunDir
 from tandem.local.settings import UpSettings
 from tandem.local.vllm_options import ALWAYS, OTHERWISE, SAME, translated
@@ -186,7 +194,9 @@ def test_an_empty_host_is_not_every_address(refused: Callable[..., str]) -> None
         (("--max-num-seqs",), "--max-num-seqs needs a value"),
         (("--override-generation-config", "{"), "override_generation_config"),
         (("--gpu-memory-utilization", "0.9"), "--gpu-memory-utilization is an option of vLLM's: the KV cache takes"),
-        (("--enable-lora",), "--enable-lora is an option of vLLM's: adapters are not served"),
+        (("--max-loras", "4"), "--max-loras is an option of vLLM's: all adapters that are loaded may be in one batch"),
+        (("--lora-modules", "sql"), "lora_modules is 'sql': NAME=FOLDER is expected, with commas between, where 'sql'"),
+        (("--lora-modules", "{"), "--lora-modules takes NAME=PATH, or JSON with 'name' and 'path', and got '{'"),
         (("--model", "x", "-pp=2"), "-pp is an option of vLLM's: a model is split by --tensor-parallel alone"),
     ],
 )
@@ -221,6 +231,22 @@ def test_a_command_line_of_vllm_is_understood() -> None:
 )
 def test_numbers_may_have_vllm_s_units(given: str, told: str) -> None:
     assert translated(given.split()) == (told.split(), [])
+
+
+def test_vllm_s_lora_modules_are_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = [
+        "--enable-lora",
+        "--lora-modules",
+        "sql=/a/sql",
+        '{"name": "law", "path": "/a/law", "base_model_name": "x"}',
+    ]
+    words, _ = translated([*line, "--port", "0"])
+    assert words == ["--enable-lora=true", "--lora-modules", "sql=/a/sql,law=/a/law", "--port", "0"]
+    _, handed = handed_on(words)
+    assert handed == {"TANDEM_ENABLE_LORA": "true", "TANDEM_LORA_MODULES": "sql=/a/sql,law=/a/law"}
+    (tmp_path / "sql").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert absolute_adapters("sql=sql,law=nowhere") == f"sql={tmp_path / 'sql'},law=nowhere"
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,13 @@ from types import SimpleNamespace
 import httpx
 import msgspec
 import pytest
+from fastapi import FastAPI
 
 from contracts.codec import encode
 from contracts.errors import RequestError, TandemError, Unavailable
 from contracts.ids import Epoch, GatewayId, RequestId
 from contracts.node import WorkerRole
-from contracts.request import Cancel, Job, Route
+from contracts.request import AdapterRef, Cancel, Job, Route
 from contracts.sampling import SamplingParams
 from process.thread_times import ThreadTimes
 from tests.worker.fronts import make_state, make_status
@@ -20,6 +21,7 @@ from worker.front import worker_state
 from worker.front.app import MAX_BODY_NBYTES, make_app
 from worker.front.serve import CORE_DIED, _work
 from worker.front.worker_state import WorkerState
+from worker.messages import AdapterReply, LoadAdapter, UnloadAdapter
 
 AUTH = {"authorization": "Bearer s3cret"}
 
@@ -41,6 +43,16 @@ class Roles:
             raise self._error
         self._state.info = msgspec.structs.replace(self._state.info, role=role)
 
+    async def change_adapters(self, adapters: tuple[AdapterRef, ...]) -> None:
+        if self._error is not None:
+            raise self._error
+        self._state.info = msgspec.structs.replace(self._state.info, adapters=adapters)
+
+
+def app_of(state: WorkerState, error: TandemError | None = None) -> FastAPI:
+    roles = Roles(state, error)
+    return make_app(state, roles.change, roles.change_adapters)
+
 
 @pytest.fixture
 def state() -> WorkerState:
@@ -49,7 +61,7 @@ def state() -> WorkerState:
 
 @pytest.fixture
 async def client(state):
-    transport = httpx.ASGITransport(app=make_app(state, Roles(state).change))
+    transport = httpx.ASGITransport(app=app_of(state))
     async with httpx.AsyncClient(transport=transport, base_url="http://w", headers=AUTH) as client:
         yield client
 
@@ -112,7 +124,7 @@ async def test_a_body_over_the_limit_is_refused_whether_its_length_is_told_or_no
 async def test_a_secret_may_have_any_letters(state):
     state.secret = "geheimnis\u00df \u6f22"
     headers = [(b"authorization", f"Bearer {state.secret}".encode())]
-    transport = httpx.ASGITransport(app=make_app(state, Roles(state).change))
+    transport = httpx.ASGITransport(app=app_of(state))
     async with httpx.AsyncClient(transport=transport, base_url="http://w", headers=headers) as friend:
         assert (await friend.post("/drain")).status_code == 202
     assert state.draining
@@ -121,7 +133,7 @@ async def test_a_secret_may_have_any_letters(state):
 @pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer wrong"}, {"authorization": "s3cret"}])
 @pytest.mark.parametrize("path", ["/jobs", "/drain", "/role"])
 async def test_without_the_secret_nothing_is_done(state, headers, path):
-    transport = httpx.ASGITransport(app=make_app(state, Roles(state).change))
+    transport = httpx.ASGITransport(app=app_of(state))
     async with httpx.AsyncClient(transport=transport, base_url="http://w", headers=headers) as stranger:
         response = await stranger.post(path, content=encode([make_job()]))
     assert response.status_code == 401
@@ -163,7 +175,7 @@ async def test_what_is_no_role_gets_words(state, client, body):
 
 @pytest.mark.parametrize(("error", "status"), [(RequestError("the last"), 409), (Unavailable("Redis is away"), 503)])
 async def test_a_role_that_the_registry_refuses_is_not_taken(state, error, status):
-    transport = httpx.ASGITransport(app=make_app(state, Roles(state, error).change))
+    transport = httpx.ASGITransport(app=app_of(state, error))
     async with httpx.AsyncClient(transport=transport, base_url="http://w", headers=AUTH) as client:
         response = await client.post("/role", json={"role": "decode"})
     assert response.status_code == status and str(error) in response.json()["error"]["message"]
@@ -172,6 +184,44 @@ async def test_a_role_that_the_registry_refuses_is_not_taken(state, error, statu
 async def test_a_draining_worker_changes_no_role(state, client):
     await client.post("/drain")
     assert (await client.post("/role", json={"role": "decode"})).status_code == 409
+
+
+SQL = AdapterRef("sql", b"x" * 16)
+
+
+@pytest.mark.parametrize(
+    ("body", "sent", "reply", "status"),
+    [
+        ({"name": "sql", "path": "/a"}, LoadAdapter(0, "sql", "/a"), AdapterReply(0, (SQL,)), 200),
+        ({"name": "sql"}, UnloadAdapter(0, "sql"), AdapterReply(0, ()), 200),
+        ({"name": "sql", "path": "/a"}, LoadAdapter(0, "sql", "/a"), AdapterReply(0, (), "r is 0"), 400),
+    ],
+)
+async def test_adapters_are_loaded_by_the_core_and_stated(state, client, body, sent, reply, status):
+    before = state.info.adapters
+    asking = asyncio.create_task(client.post("/adapters", json=body))
+    while not state.core.sent:
+        await asyncio.sleep(0)
+    assert state.core.sent == [sent]
+    state.adapter_calls.answer(msgspec.structs.replace(reply, number=7))  # another's
+    state.adapter_calls.answer(reply)
+    response = await asking
+    assert response.status_code == status
+    assert state.info.adapters == (before if reply.error else reply.adapters)
+    assert reply.error in response.text
+
+
+async def test_adapters_that_the_registry_does_not_hear_of_are_told_again(state):
+    transport = httpx.ASGITransport(app=app_of(state, Unavailable("Redis is away")))
+    async with httpx.AsyncClient(transport=transport, base_url="http://w", headers=AUTH) as client:
+        asking = asyncio.create_task(client.post("/adapters", json={"name": "sql"}))
+        while not state.core.sent:
+            await asyncio.sleep(0)
+        state.adapter_calls.answer(AdapterReply(0, ()))
+        response = await asking
+        assert response.status_code == 503 and "repeat the call" in response.json()["error"]["message"]
+        assert (await client.post("/adapters", content=b"[]")).status_code == 400
+        assert (await client.post("/adapters", json={"name": "x"}, headers={"authorization": ""})).status_code == 401
 
 
 async def test_health_follows_the_turns_of_the_core(state, client):

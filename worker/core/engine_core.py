@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from contracts.errors import DeadlineExceeded, RequestError, TandemError, by_code
+from contracts.errors import ConfigError, DeadlineExceeded, RequestError, TandemError, by_code
 from contracts.events import Token
 from contracts.ids import RequestId, WorkerId
 from contracts.request import Cancel, CancelMigration, Job, JobMessage
@@ -17,7 +17,17 @@ from worker.core.kv_tiers import KVTiers
 from worker.core.peer_prefixes import PeerPrefixes
 from worker.core.role_handler import Attempt, RoleHandler
 from worker.core.status import StatusReporter
-from worker.messages import CoreFrame, GatewayGone, KnownPeers, Stop, ToCore, Work
+from worker.messages import (
+    AdapterReply,
+    CoreFrame,
+    GatewayGone,
+    KnownPeers,
+    LoadAdapter,
+    Stop,
+    ToCore,
+    UnloadAdapter,
+    Work,
+)
 
 log = logging.getLogger(__name__)
 
@@ -137,8 +147,22 @@ class EngineCore(StepObserver):
                         self._drop(attempt, "its gateway is gone")
             case KnownPeers(workers):
                 self._node.meet(workers)
+            case LoadAdapter() | UnloadAdapter():
+                self._link.send(self._change_adapters(message))
             case Stop():
                 self._stopping = True
+
+    def _change_adapters(self, message: LoadAdapter | UnloadAdapter) -> AdapterReply:
+        """Load or forget a LoRA adapter between two steps."""
+        adapters, error = self._engine.adapters, ""
+        try:
+            if isinstance(message, LoadAdapter):
+                adapters.load(message.name, message.path)
+            else:
+                adapters.unload(message.name)
+        except ConfigError as refused:
+            error = str(refused)
+        return AdapterReply(message.number, adapters.refs, error)
 
     def _on_work(self, message: JobMessage, taken_s: float) -> None:
         match message:
@@ -174,6 +198,8 @@ class EngineCore(StepObserver):
         if attempt is None:
             return
         try:
+            if job.adapter is not None:
+                self._engine.adapters.find(job.adapter)  # before anything is moved for it
             attempt.role = self._role(job)
             attempt.role.start(attempt, self._clock())
         except TandemError as error:

@@ -132,6 +132,8 @@ def engine_settings(settings: WorkerSettings) -> EngineSettings:
         speculate=settings.speculate,
         draft_tokens=settings.draft_tokens,
         synthetic_acceptance=settings.synthetic_acceptance,
+        enable_lora=settings.enable_lora,
+        lora_modules=settings.adapters,
         keeps_whole_blocks=settings.has_tiers,
         num_threads=settings.num_threads or None,
         spare_nbytes=device_staging_nbytes(settings.transfer) if on_gpu else 0,
@@ -161,4 +163,5 @@ def ready_of(engine: Engine, node: TransferNode) -> CoreReady:
         capacity_tokens=engine.capacity_tokens,
         dtype=engine.dtype,
         capabilities=node.capabilities,
+        adapters=engine.adapters.refs if engine.adapters.are_served else None,
     )

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from contracts.errors import TandemError
-from contracts.hashing import chain_hashes, salted
+from contracts.hashing import chain_hashes
 from contracts.ids import WorkerId
 from contracts.request import Job
 from engine.engine import Engine
@@ -63,8 +63,7 @@ class PeerPrefixes:
         """Pull what pays; then the next role that accepts the job starts it."""
         job, size = attempt.job, self._engine.layout.block_size
         try:
-            root = salted(job.cache_salt)
-            digests = chain_hashes(job.token_ids, size, (len(job.token_ids) - 1) // size, root)
+            digests = chain_hashes(job.token_ids, size, (len(job.token_ids) - 1) // size, job.chain_start)
         except OverflowError:  # of 32 bits: the engine refuses such tokens in words
             digests = []
         if not self._puller.begin(attempt, digests, now, lambda saved_s: self._resume(attempt, now, saved_s)):

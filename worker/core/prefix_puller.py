@@ -15,7 +15,7 @@ import msgspec
 from contracts.errors import Corrupt, OutOfBlocks, RequestError
 from contracts.handoff import Abort, ChunkHeader, Commit, Offer, PrefixRequest, Refuse
 from contracts.ids import Epoch, RequestId, WorkerId
-from contracts.request import WorkerRef
+from contracts.request import AdapterRef, WorkerRef
 from contracts.sampling import SamplingParams
 from engine.cache.load_plan import LoadBudget, TierOffer, TierRate, plan_load
 from engine.engine import Engine
@@ -72,6 +72,7 @@ class Pull:
     budget: LoadBudget
     token_ids: Sequence[int]
     cache_salt: str
+    adapter: AdapterRef | None
     priority: int
     loss: str
     then: Callable[[float], None] | None
@@ -136,7 +137,7 @@ class PrefixPuller:
             return False
         id_ = RequestId(f"pull:{job.request_id}"), job.epoch
         budget = LoadBudget(held * size, len(job.token_ids), size, tokens_per_s)
-        facts = held * size, now, budget, job.token_ids, job.cache_salt, job.priority, attempt.loss
+        facts = held * size, now, budget, job.token_ids, job.cache_salt, job.adapter, job.priority, attempt.loss
         self._open[id_] = Pull(id_, source, *facts, then)
         request = PrefixRequest(
             request_id=id_[0],
@@ -372,5 +373,6 @@ def _request(pull: Pull, num_tokens: int) -> EngineRequest:
         sampling=SamplingParams(max_tokens=1, seed=0),
         priority=pull.priority,
         cache_salt=pull.cache_salt,
+        adapter=pull.adapter,
         loss=pull.loss,
     )

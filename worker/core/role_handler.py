@@ -76,6 +76,7 @@ class Attempt:
             late_s=self.late_s,
             tenant=job.tenant,
             weight=job.weight,
+            adapter=job.adapter,
         )
 
     def is_first(self, token: Token) -> bool:

@@ -12,7 +12,7 @@ from contracts.codec import decoder
 from contracts.errors import RequestError, Unavailable
 from contracts.ids import GatewayId
 from contracts.node import WorkerRole
-from contracts.request import Job, JobMessage
+from contracts.request import AdapterRef, Job, JobMessage
 from service.request_body import read_body
 from service.shared_secret import refusal, refuse_without_secret
 from worker.front.metrics import render
@@ -27,17 +27,28 @@ MAX_BODY_NBYTES = 32 << 20
 ChangeRole = Callable[[WorkerRole], Awaitable[None]]
 
 
+ChangeAdapters = Callable[[tuple[AdapterRef, ...]], Awaitable[None]]
+
+
+class AdapterWanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of POST /adapters: a LoRA adapter to load, or without a path to unload."""
+
+    name: str
+    path: str | None = None
+
+
 class RoleWanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The body of POST /role."""
 
     role: WorkerRole
 
 
-def make_app(state: WorkerState, change_role: ChangeRole) -> FastAPI:
-    """Return the HTTP application of a worker; `change_role` is Membership's."""
+def make_app(state: WorkerState, change_role: ChangeRole, change_adapters: ChangeAdapters) -> FastAPI:
+    """Return the HTTP application of a worker; what changes is told by Membership's methods."""
     app = FastAPI(title="Tandem worker", docs_url=None, redoc_url=None)
     _add_work(app, state)
     _add_role(app, state, change_role)
+    _add_adapters(app, state, change_adapters)
     _add_views(app, state)
     return app
 
@@ -118,6 +129,29 @@ def _add_role(app: FastAPI, state: WorkerState, change_role: ChangeRole) -> None
         except Unavailable as error:
             return refusal(503, error.code, f"{error}; whether the role has changed is not known: repeat the call")
         return JSONResponse({"role": wanted, "was": before, "num_of_former_role": state.num_of_former_role})
+
+
+def _add_adapters(app: FastAPI, state: WorkerState, change_adapters: ChangeAdapters) -> None:
+    @app.post("/adapters")
+    async def adapters(request: Request) -> Response:
+        """Take `{"name": NAME, "path": FOLDER}` to load a LoRA adapter, `{"name": NAME}` to unload one.
+
+        400: it can't be served, or is not loaded. 503: the core or the registry does not answer.
+        """
+        if refused := _refused(request, state):
+            return refused
+        try:
+            wanted = msgspec.json.decode(await read_body(request, MAX_BODY_NBYTES), type=AdapterWanted)
+            calls = state.adapter_calls
+            found = await (calls.unload(wanted.name) if wanted.path is None else calls.load(wanted.name, wanted.path))
+            await change_adapters(found)
+        except RequestError as error:
+            return refusal(400, error.code, str(error))
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            return refusal(400, "invalid_request", f'the body is not {{"name": NAME, "path": FOLDER}}: {error}')
+        except Unavailable as error:
+            return refusal(503, error.code, f"{error}; whether the adapters have changed is not known: repeat the call")
+        return JSONResponse({"adapters": [ref.name for ref in found]})
 
 
 def _add_views(app: FastAPI, state: WorkerState) -> None:

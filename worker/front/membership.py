@@ -11,7 +11,7 @@ import msgspec
 from contracts.errors import Unavailable
 from contracts.ids import Epoch, RequestId
 from contracts.node import Node, NodeInfo, WorkerRole
-from contracts.request import WorkerRef
+from contracts.request import AdapterRef, WorkerRef
 from coordinator.request_states import RequestState
 from coordinator.store.connect import patiently
 from coordinator.store.store import StateTransition, Store
@@ -100,11 +100,20 @@ class Membership:
         """
         async with self._beating:
             before, info = self._state.info.role, msgspec.structs.replace(self._state.info, role=role)
-            await self._store.change_role(info)
+            await self._store.restate(info)
             self._state.info = info
         if role is not before:
             log.info("%s is %s from now on; it was %s", info.worker_id, role.value, before.value)
         await self._update_peers()
+
+    async def change_adapters(self, adapters: tuple[AdapterRef, ...]) -> None:
+        """State the LoRA adapters that are loaded from now on.
+
+        Raises Unavailable if the registry can't be reached; it hears of them when this worker joins it again.
+        """
+        async with self._beating:
+            self._state.info = msgspec.structs.replace(self._state.info, adapters=adapters)
+            await self._store.restate(self._state.info)
 
     async def _say_alive(self) -> None:
         info, load = self._state.info, self._state.load

@@ -25,7 +25,7 @@ from worker.front.event_streams import EventStreams
 from worker.front.held_publisher import HeldPublisher
 from worker.front.membership import Membership, transitions_of
 from worker.front.worker_state import WorkerState
-from worker.messages import CoreFrame, CoreReady
+from worker.messages import AdapterReply, CoreFrame, CoreReady
 from worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ async def _serve(settings: WorkerSettings, state: WorkerState, store: Store, lis
     ready_file = ReadyFile(settings.ready_file)
     watchdog = asyncio.create_task(watch_core(state))
     try:
-        async with serving(make_app(state, membership.change_role), listener):
+        async with serving(make_app(state, membership.change_role, membership.change_adapters), listener):
             # Start now: joining the registry may take longer than a core may be silent.
             pumping = asyncio.create_task(_pump(state, membership, publisher))
             publishing = asyncio.create_task(publisher.run())
@@ -122,6 +122,8 @@ async def _pump(state: WorkerState, membership: Membership, publisher: HeldPubli
             if message.status is not None:
                 state.on_status(message.status)
             publisher.add(message.held)
+        elif isinstance(message, AdapterReply):
+            state.adapter_calls.answer(message)
     state.core_alive = False
     state.streams.close()
     log.error("the engine core %s; this worker can't go on", await state.core.describe_end())
@@ -151,6 +153,7 @@ def _node_info(
         ways=ready.capabilities,
         layout=ready.layout,
         synthetic_acceptance=settings.synthetic_acceptance,
+        adapters=ready.adapters,
     )
 
 

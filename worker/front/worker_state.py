@@ -9,6 +9,7 @@ import msgspec
 
 from contracts.node import NodeInfo, NodeLoad, WorkerRole
 from process.thread_times import ThreadTimes, usable_s
+from worker.front.adapter_calls import AdapterCalls
 from worker.front.core_process import CoreProcess
 from worker.front.event_streams import EventStreams
 from worker.messages import CoreStatus
@@ -45,6 +46,9 @@ class WorkerState:
     started_at_s: float = field(default_factory=time.time)
     num_jobs: int = 0
     num_cancels: int = 0
+
+    def __post_init__(self) -> None:
+        self.adapter_calls = AdapterCalls(self.core)
 
     @property
     def load(self) -> NodeLoad:

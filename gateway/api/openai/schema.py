@@ -106,6 +106,20 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
 
 
+AdapterName = Annotated[str, Meta(min_length=1, max_length=256)]
+
+
+class LoadAdapterRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A LoRA adapter to load: its name, and its folder as the workers see it."""
+
+    lora_name: AdapterName
+    lora_path: Annotated[str, Meta(min_length=1, max_length=4096)]
+
+
+class UnloadAdapterRequest(msgspec.Struct, frozen=True, kw_only=True):
+    lora_name: AdapterName
+
+
 _REFUSED_OF = {CompletionRequest: REFUSED_OF_COMPLETIONS, ResponsesRequest: REFUSED_OF_RESPONSES}
 
 

@@ -30,7 +30,7 @@ async def embeddings(request: Request, asked: EmbeddingBody) -> Response:
     asks = await run_until_disconnect(request, context.settings.request_timeout_s, preparing)
     replies = EmbeddingFormatter(
         id=response_id(request, "embd"),
-        model=context.model,
+        model=request.state.served.name,
         created=int(time.time()),
         dimensions=asked.dimensions or 0,
         is_normalized=context.checkpoint.embedding.is_normalized,

@@ -34,7 +34,7 @@ async def chat_completions(request: Request, asked: ChatBody) -> Response:
     asks = await run_until_disconnect(request, context.settings.request_timeout_s, preparing)
     replies = ChatFormatter(
         id=response_id(request, "chatcmpl"),
-        model=context.model,
+        model=request.state.served.name,
         created=int(time.time()),
         prompting=context.prompting,
         has_logprobs=bool(asked.logprobs),
@@ -60,7 +60,7 @@ async def completions(request: Request, asked: CompletionBody) -> Response:
     asks = await run_until_disconnect(request, context.settings.request_timeout_s, preparing)
     replies = CompletionFormatter(
         id=response_id(request, "cmpl"),
-        model=context.model,
+        model=request.state.served.name,
         created=int(time.time()),
         has_logprobs=asked.logprobs is not None,
         spelling=context.spelling(asked),

@@ -40,7 +40,7 @@ async def messages(request: Request, asked: MessagesBody) -> Response:
     calling = calling_of(chat.tools, chat.tool_choice, chat.parallel_tool_calls)
     reading = parser_spec(context.prompting, asks[0].begun, calling)
     replies = MessagesFormatter(
-        response_id(request, "msg"), context.model, asked.max_tokens, reading, tells_thoughts(asked)
+        response_id(request, "msg"), request.state.served.name, asked.max_tokens, reading, tells_thoughts(asked)
     )
     return begin_generation(request, asks, replies, Style(bool(asked.stream), False, False))
 

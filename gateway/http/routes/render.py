@@ -26,7 +26,7 @@ async def render_chat(request: Request, asked: ChatBody) -> Response:
     context: AppContext = request.app.state.context
     preparing = prepare_chat(with_allowed_tools(asked), context.prompting, context.limits)
     [prompt, *_] = await run_until_disconnect(request, context.settings.request_timeout_s, preparing)
-    return _json(rendered_body(asked, prompt, response_id(request, "chatcmpl"), context.model))
+    return _json(rendered_body(asked, prompt, response_id(request, "chatcmpl"), request.state.served.name))
 
 
 @router.post(
@@ -42,9 +42,8 @@ async def render_completion(request: Request, asked: CompletionBody) -> Response
     asks = await run_until_disconnect(request, context.settings.request_timeout_s, preparing)
     prompts, name = asks[:: asked.n or 1], response_id(request, "cmpl")
     ids = [name] if len(prompts) == 1 else [f"{name}-{index}" for index in range(len(prompts))]
-    return _json(
-        [rendered_body(asked, prompt, own_id, context.model) for prompt, own_id in zip(prompts, ids, strict=True)]
-    )
+    model = request.state.served.name
+    return _json([rendered_body(asked, prompt, own_id, model) for prompt, own_id in zip(prompts, ids, strict=True)])
 
 
 def _json(reply: object) -> Response:

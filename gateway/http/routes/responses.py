@@ -42,7 +42,7 @@ async def responses(request: Request, asked: ResponsesBody) -> Response:
         asks = await run_until_disconnect(request, context.settings.request_timeout_s, preparing)
     except RequestError as error:
         raise named(error, asked) from error
-    head = (response_id(request, "resp"), context.model, int(time.time()))
+    head = (response_id(request, "resp"), request.state.served.name, int(time.time()))
     calling = calling_of(chat.tools, chat.tool_choice, chat.parallel_tool_calls)
     reading = parser_spec(context.prompting, asks[0].begun, calling)
     entries = LogprobEntries(context.prompting, context.prompting.token_text) if asked.wants_logprobs else None

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from contracts.errors import Overloaded, RegistryError, Unavailable
 from contracts.ids import Epoch, Incarnation, RequestId, WorkerId
 from contracts.node import NodeInfo, NodeLoad, WorkerRole
+from contracts.request import AdapterRef
 from coordinator.placement import policy
 from coordinator.placement.candidate import Candidate
 from coordinator.placement.placer import Placer
@@ -361,9 +362,10 @@ async def test_a_worker_whose_role_changed_is_offered_for_its_new_side_alone(red
     routes = [await placer.place(ask(f"r{n}")) for n in range(4)]
     assert {route.prefill.worker_id for route in routes} == {"p0"}
     assert {route.decode.worker_id for route in routes} == {"a0", "a1"}
-    await store.change_role(node("a0", WorkerRole.PREFILL))
+    adapters = (AdapterRef("sql", b"x" * 16),)
+    await store.restate(replace(node("a0", WorkerRole.PREFILL), adapters=adapters))
     clock.now += 0.5
-    await placer.nodes()
+    assert [each.info.adapters for each in await placer.nodes()] == [adapters, None, None]
     later = [await placer.place(ask(f"s{n}")) for n in range(4)]
     assert "a0" in {route.prefill.worker_id for route in later}
     assert {route.decode.worker_id for route in later} == {"a1"}

@@ -8,6 +8,7 @@ from msgspec import structs
 from contracts.errors import Overloaded, RequestError, Unavailable
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.node import NodeLoad, WorkerRole
+from contracts.request import AdapterRef
 from coordinator.placement.prefixes import BLOCK_TOKENS, PromptPrefixes
 from coordinator.request_states import RequestState
 from coordinator.store.store import Lead, StateTransition, Store
@@ -55,8 +56,8 @@ class TestRegistry:
         await join(store, node("d0", WorkerRole.DECODE), node("d1", WorkerRole.DECODE), node("p0", WorkerRole.PREFILL))
         await place(store, ask("r"))
         before = {view.node.info.worker_id: view for view in await store.workers()}
-        await store.change_role(node("d1", WorkerRole.PREFILL))
-        await store.change_role(node("d1", WorkerRole.PREFILL))
+        await store.restate(node("d1", WorkerRole.PREFILL))
+        await store.restate(node("d1", WorkerRole.PREFILL))
         assert [n.info.role for n in await store.nodes()] == [WorkerRole.DECODE, WorkerRole.PREFILL, WorkerRole.PREFILL]
         after = {view.node.info.worker_id: view for view in await store.workers()}
         for name in before:
@@ -68,31 +69,38 @@ class TestRegistry:
         assert await store.finish(RequestId("r"), ONE)
         await assert_idle(store)
 
+    async def test_adapters_that_come_and_go_are_seen_by_all(self, store: Store):
+        await pair(store)
+        for adapters in ((AdapterRef("sql", b"x" * 16),), ()):
+            await store.restate(structs.replace(node("p0", WorkerRole.PREFILL), adapters=adapters))
+            assert [n.info.adapters for n in await store.nodes()] == [None, adapters]
+        assert (await store.counts()).role_changes == 0
+
     @pytest.mark.parametrize("lost", ["drains", "left"])
     async def test_the_last_of_a_side_keeps_its_role(self, store: Store, lost: str):
         await join(store, node("d0", WorkerRole.DECODE), node("d1", WorkerRole.DECODE), node("p0", WorkerRole.PREFILL))
         with pytest.raises(RequestError, match="compute prompts"):
-            await store.change_role(node("p0", WorkerRole.DECODE))
-        await store.change_role(node("p0", WorkerRole.MIXED))
-        await store.change_role(node("p0", WorkerRole.PREFILL))
+            await store.restate(node("p0", WorkerRole.DECODE))
+        await store.restate(node("p0", WorkerRole.MIXED))
+        await store.restate(node("p0", WorkerRole.PREFILL))
         if lost == "drains":
             await store.heartbeat(WorkerId("d1"), A, structs.replace(ALIVE_LOAD, draining=True))
         else:
             await store.leave(WorkerId("d1"), A)
         with pytest.raises(RequestError, match="produce answers"):
-            await store.change_role(node("d0", WorkerRole.PREFILL))
-        await store.change_role(node("d0", WorkerRole.MIXED))
+            await store.restate(node("d0", WorkerRole.PREFILL))
+        await store.restate(node("d0", WorkerRole.MIXED))
 
     async def test_a_pool_that_lacks_a_side_gets_it(self, store: Store):
         await join(store, node("d0", WorkerRole.DECODE), node("d1", WorkerRole.DECODE))
-        await store.change_role(node("d0", WorkerRole.PREFILL))
+        await store.restate(node("d0", WorkerRole.PREFILL))
         assert (await place(store, ask("r"))).prefill.worker_id == "d0"
 
     async def test_a_worker_that_is_not_in_the_registry_changes_nothing(self, store: Store):
         await pair(store)
         for unknown in (node("d0", WorkerRole.MIXED, incarnation="b"), node("d7", WorkerRole.MIXED)):
             with pytest.raises(Unavailable, match="does not know"):
-                await store.change_role(unknown)
+                await store.restate(unknown)
         assert {n.info.role for n in await store.nodes()} == {WorkerRole.DECODE, WorkerRole.PREFILL}
 
     async def test_a_heartbeat_carries_the_load(self, store: Store):

@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import cast
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from contracts.errors import Unavailable
 from contracts.events import Token, Tokens
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
-from contracts.request import Route, WorkerRef
+from contracts.request import AdapterRef, Route, WorkerRef
 from coordinator.migration_policy import MigrationOrder, MigrationReason
 from gateway.dispatch import migrations
 from gateway.dispatch.attempt_budget import AttemptBudget
@@ -57,6 +58,9 @@ class Wires:
     strange = (WorkerId("strange"),)
     silent = (WorkerId("silent"),)
 
+    def lacking(self, adapter: AdapterRef | None) -> list[WorkerId]:
+        return [] if adapter is None else [WorkerId("bare")]
+
     async def send(self, worker: WorkerRef, message: object) -> None: ...
 
 
@@ -78,9 +82,11 @@ def prompting(checkpoint):
     prompting.close()
 
 
-def answer(prompting: Prompting, name: str, worker: WorkerRef, num_tokens: int) -> InflightRequest:
+def answer(
+    prompting: Prompting, name: str, worker: WorkerRef, num_tokens: int, adapter: AdapterRef | None = None
+) -> InflightRequest:
     """Return an answer that `worker` decodes, of which so many tokens were read."""
-    state = GenerationState(ask(64), prompting, ())
+    state = GenerationState(replace(ask(64), adapter=adapter), prompting, ())
     request_id = RequestId(name)
     route = Route(request_id, Epoch(1), worker, worker)
     live = InflightRequest(request_id, state, lambda delta: None, 600.0, route, AttemptBudget(lambda ref: True))
@@ -118,6 +124,13 @@ async def test_the_youngest_of_the_source_move_to_no_excluded_worker(prompting: 
         await async_until(lambda: len(places.asked) == 2, SOON_S)
     assert places.asked == [(RequestId(name), "a", ("b", "strange", "silent")) for name in ("r0", "r1")]
     assert [live.migration is not None for live in answers] == [False, True, False, True, False]
+
+
+async def test_an_answer_with_an_adapter_moves_to_no_worker_that_lacks_it(prompting: Prompting):
+    answers = [answer(prompting, "r", A, 1, AdapterRef("sql", b"x" * 16))]
+    async with moving(answers, order_of(1.0)) as (_, places):
+        await async_until(lambda: len(places.asked) == 1, SOON_S)
+    assert places.asked == [("r", "a", ("b", "strange", "silent", "bare"))]
 
 
 async def test_a_fraction_of_an_answer_moves_now_and_then(prompting: Prompting):

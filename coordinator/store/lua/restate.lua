@@ -1,9 +1,9 @@
--- ARGV: worker id, incarnation, role, info. Returns 1; 0 if that is not current; or the side that nobody would have then.
+-- ARGV: worker id, incarnation, role, info: what it states anew. Returns 1; 0 if that incarnation is not current; or the
+-- side that nobody would have then.
 local id, to = ARGV[1], ARGV[3]
 local node = key('node:', id)
 local known = redis.call('HMGET', node, 'incarnation', 'term', 'role')
 if known[1] ~= ARGV[2] or known[2] == '0' then return 0 end
-if known[3] == to then return 1 end
 
 local has = {prefill = to ~= 'decode', decode = to ~= 'prefill'}
 for _, other in ipairs(worker_ids()) do
@@ -13,11 +13,12 @@ for _, other in ipairs(worker_ids()) do
     has.decode = has.decode or row[4] ~= 'prefill'
   end
 end
-if not has.prefill then return 'prefill' end
-if not has.decode then return 'decode' end
+local is_new = known[3] ~= to
+if is_new and not has.prefill then return 'prefill' end
+if is_new and not has.decode then return 'decode' end
 
 -- As if it had joined now: gateways read again what it states.
 redis.call('HSET', node, 'role', to, 'info', ARGV[4], 'joined', NOW_US)
 touch(id)
-count('role_changes')
+if is_new then count('role_changes') end
 return 1
