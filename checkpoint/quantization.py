@@ -17,6 +17,11 @@ from checkpoint.validation import is_whole
 from contracts.errors import ConfigError
 
 BLOCK = 128
+NVFP4_GROUP = 16
+"""Columns that share a scale."""
+_COMPRESSED = ("float-quantized", "naive-quantized", "int-quantized", "pack-quantized", "nvfp4-pack-quantized")
+_BY_GROUP = ("group", "dynamic")
+"""The orders of compressed-tensors in which the columns of a group lie apart."""
 _EXPORTED = "hf_quant_config.json"
 _SHOWN = 4  # modules listed as skipped; some checkpoints list each module of a vision tower
 _PATTERN = "re:"  # how a pattern begins
@@ -33,6 +38,9 @@ class Scheme(StrEnum):
     FP8_BLOCKS = "FP8 with a scale for each block of 128 x 128"
     GPTQ = "INT4 as GPTQ packs it"
     AWQ = "INT4 as AWQ packs it"
+    PACKED = "INT4 as compressed-tensors packs it"
+    INT8_ROWS = "INT8 with a scale for each matrix or row"
+    NVFP4 = "NVFP4, a scale for 16 columns"
 
 
 @dataclass(frozen=True)
@@ -40,8 +48,9 @@ class Quantization:
     """The quantization of a folder.
 
     `method` is config.json's `quant_method`; `skipped` names modules that are not quantized, patterns among them. FP8:
-    `rounds_activations` if activations are meant to be e4m3, too. INT4: `group_size` columns share a scale, all of them
-    if it is -1; with `act_order` a group's columns may lie anywhere; `zero_shift` is added to the stored zero points.
+    `rounds_activations` if activations are meant to be rounded, too. Packed integers of `bits`: `group_size` columns
+    share a scale, all of them if it is -1; with `act_order` a group's columns may lie anywhere; `zero_shift` is added
+    to the stored zero points, of which there are none if it `is_symmetric`.
     """
 
     method: str
@@ -51,10 +60,26 @@ class Quantization:
     group_size: int = -1
     act_order: bool = False
     zero_shift: int = 0
+    bits: int = 4
+    is_symmetric: bool = False
+
+    @property
+    def is_packed(self) -> bool:
+        """Return whether several integers share a word, as those of few bits do."""
+        return self.scheme in (Scheme.GPTQ, Scheme.AWQ, Scheme.PACKED)
 
     @property
     def is_int4(self) -> bool:
-        return self.scheme in (Scheme.GPTQ, Scheme.AWQ)
+        return self.is_packed and self.bits == 4
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.scheme in (Scheme.FP8_ROWS, Scheme.FP8_BLOCKS)
+
+    @property
+    def has_kernels(self) -> bool:
+        """Return whether a GPU can multiply such matrices as they are stored; others are widened."""
+        return self.is_fp8 or self.is_int4
 
     def skips(self, module: str) -> bool:
         return any(_names(entry, module) for entry in self.skipped)
@@ -62,11 +87,16 @@ class Quantization:
     def words(self) -> str:
         groups = "a whole row" if self.group_size == -1 else f"{self.group_size} columns"
         order = ", act order" if self.act_order else ""
-        details = f", a scale for {groups}{order}" if self.is_int4 else ""
-        details += "" if self.is_int4 or self.rounds_activations else ", weights only"
+        details = f", a scale for {groups}{order}" if self.is_packed else ""
+        details += "" if self.is_packed or self.rounds_activations else ", weights only"
         others = f" and {len(self.skipped) - _SHOWN} more" if len(self.skipped) > _SHOWN else ""
         skipped = f"; as they were: {', '.join(self.skipped[:_SHOWN])}{others}" if self.skipped else ""
-        return f"{self.scheme} ({self.method}){details}{skipped}"
+        return f"{self.form} ({self.method}){details}{skipped}"
+
+    @property
+    def form(self) -> str:
+        """Return the scheme in words, with its bits."""
+        return self.scheme.replace("INT4", f"INT{self.bits}") if self.is_packed else self.scheme
 
 
 def read_quantization(config: dict[str, Any], exported: dict[str, Any], source: str) -> Quantization | None:
@@ -176,30 +206,88 @@ class _Fields:
 
 
 def _compressed_tensors(fields: _Fields) -> Quantization:
-    fields.one_of("format", None, "float-quantized", "naive-quantized")
+    fields.one_of("format", None, *_COMPRESSED)
     fields.absent("transform_config")
     fields.table("sparsity_config").one_of("format", None, "dense")
     first, *others = fields.tables("config_groups") or [fields.table("config_groups").table("group_0")]
     for other in others:
-        if not first.same(other, "weights", "input_activations"):
+        if not first.same(other, "weights", "input_activations", "format"):
             fields.refuse("config_groups", "a mix of schemes", "one for all modules is supported")
     first.absent("output_activations")
-    weights, activations = first.table("weights"), first.table("input_activations")
-    strategy = weights.one_of("strategy", "tensor", "channel", "block")
-    for number in (weights, activations) if activations else (weights,):
-        number.one_of("num_bits", 8)
-        number.one_of("type", "float")
-        number.one_of("symmetric", True, default=True)
+    packing = first.one_of("format", None, *_COMPRESSED) or fields.get("format")
+    _check_kv(fields)
+    weights, skipped = first.table("weights"), fields.names("ignore")
     weights.one_of("dynamic", False, default=False)
+    kind, bits = weights.one_of("type", "float", "int"), weights.one_of("num_bits", 8, 4)
+    if packing == "pack-quantized":
+        weights.one_of("type", "int")
+        return _packed_integers(weights, first.table("input_activations"), skipped)
+    if kind == "int":
+        return _int8_rows(weights, first.table("input_activations"), skipped)
+    if bits == 4 or packing == "nvfp4-pack-quantized":
+        return _nvfp4_groups(weights, first.table("input_activations"), skipped)
+    return _fp8_groups(weights, first.table("input_activations"), skipped)
+
+
+def _fp8_groups(weights: _Fields, activations: _Fields, skipped: tuple[str, ...]) -> Quantization:
+    strategy = weights.one_of("strategy", "tensor", "channel", "block")
+    weights.one_of("symmetric", True, default=True)
     if strategy == "block":
         weights.one_of("block_structure", [BLOCK, BLOCK])
     if activations:
+        activations.one_of("num_bits", 8)
+        activations.one_of("type", "float")
+        activations.one_of("symmetric", True, default=True)
         activations.one_of("strategy", "group" if strategy == "block" else "token", "tensor")
     if activations and strategy == "block":
         activations.one_of("group_size", BLOCK)
-    _check_kv(fields)
     scheme = Scheme.FP8_BLOCKS if strategy == "block" else Scheme.FP8_ROWS
-    return Quantization("compressed-tensors", scheme, fields.names("ignore"), rounds_activations=bool(activations))
+    return Quantization("compressed-tensors", scheme, skipped, rounds_activations=bool(activations))
+
+
+def _packed_integers(weights: _Fields, activations: _Fields, skipped: tuple[str, ...]) -> Quantization:
+    """Read W4A16 and W8A16, or such weights beside activations of 8 bits, which stay as they are here."""
+    strategy = weights.one_of("strategy", "group", "channel", "tensor")
+    if activations:
+        activations.one_of("num_bits", 8)
+    is_symmetric = weights.one_of("symmetric", True, *((False,) if strategy != "tensor" else ()), default=True)
+    order = weights.one_of("actorder", None, False, True, *_BY_GROUP, "weight", "static")
+    return Quantization(
+        "compressed-tensors",
+        Scheme.PACKED,
+        skipped,
+        rounds_activations=bool(activations),
+        group_size=_group_size(weights) if strategy == "group" else -1,
+        act_order=order is True or order in _BY_GROUP,
+        bits=weights.get("num_bits"),
+        is_symmetric=is_symmetric,
+    )
+
+
+def _int8_rows(weights: _Fields, activations: _Fields, skipped: tuple[str, ...]) -> Quantization:
+    """Read W8A8, or such weights alone; activations are not rounded here."""
+    weights.one_of("num_bits", 8)
+    weights.one_of("strategy", "channel", "tensor")
+    if activations:
+        activations.one_of("num_bits", 8)
+        activations.one_of("type", "int")
+        activations.one_of("strategy", "token", "tensor")
+    is_symmetric = weights.one_of("symmetric", True, False, default=True)
+    rounds = bool(activations)
+    scheme = Scheme.INT8_ROWS
+    return Quantization("compressed-tensors", scheme, skipped, rounds, bits=8, is_symmetric=is_symmetric)
+
+
+def _nvfp4_groups(weights: _Fields, activations: _Fields, skipped: tuple[str, ...]) -> Quantization:
+    """Read NVFP4; activations, which may be meant to be so too, are not rounded here."""
+    weights.one_of("num_bits", 4)
+    weights.one_of("strategy", "tensor_group")
+    weights.one_of("group_size", NVFP4_GROUP)
+    weights.one_of("symmetric", True, default=True)
+    if activations:
+        activations.one_of("num_bits", 4)
+        activations.one_of("type", "float")
+    return Quantization("compressed-tensors", Scheme.NVFP4, skipped, rounds_activations=bool(activations))
 
 
 def _fp8(fields: _Fields) -> Quantization:
@@ -225,10 +313,14 @@ def _fbgemm(fields: _Fields) -> Quantization:
 def _modelopt(fields: _Fields) -> Quantization:
     """Read hf_quant_config.json's table `quantization`, or config.json's fields without that table."""
     inner = fields.table("quantization") or fields
-    inner.one_of("quant_algo", "FP8", "FP8_PER_CHANNEL_PER_TOKEN")
+    algorithm = inner.one_of("quant_algo", "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4")
     inner.one_of("kv_cache_quant_algo", None, "FP8")
     _check_kv(inner)
-    return Quantization("modelopt", Scheme.FP8_ROWS, inner.names("exclude_modules", "ignore"))
+    skipped = inner.names("exclude_modules", "ignore")
+    if algorithm == "NVFP4":
+        inner.one_of("group_size", NVFP4_GROUP, default=NVFP4_GROUP)
+        return Quantization("modelopt", Scheme.NVFP4, skipped)
+    return Quantization("modelopt", Scheme.FP8_ROWS, skipped)
 
 
 def _check_kv(fields: _Fields) -> None:
@@ -240,7 +332,7 @@ def _check_kv(fields: _Fields) -> None:
 
 
 def _gptq(fields: _Fields) -> Quantization:
-    fields.one_of("bits", 4)
+    bits = fields.one_of("bits", 4, 8)
     fields.absent("dynamic", "is_marlin_format")
     layout = fields.one_of("checkpoint_format", "gptq", "gptq_v2", default=fields.get("format", "gptq"))
     return Quantization(
@@ -249,6 +341,7 @@ def _gptq(fields: _Fields) -> Quantization:
         group_size=_group_size(fields),
         act_order=bool(fields.get("desc_act", False)),
         zero_shift=1 if layout == "gptq" else 0,
+        bits=bits,
     )
 
 

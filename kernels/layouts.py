@@ -111,16 +111,27 @@ def gate_up_halves(rows: Tensor, dim: int = -2) -> Tensor:
     return torch.cat([gate, up], dim).contiguous()
 
 
-def from_gptq(qweight: Tensor, qzeros: Tensor, scales: Tensor, zero_shift: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """GPTQ to (codes [n, k] 0..15, scale [n, groups], zero [n, groups]), which tile_int4 packs.
+def from_gptq(
+    qweight: Tensor, qzeros: Tensor, scales: Tensor, zero_shift: int = 1, bits: int = 4
+) -> tuple[Tensor, Tensor, Tensor]:
+    """GPTQ to (codes [n, k], scale [n, groups], zero [n, groups]).
 
-    qweight is int32 [k / 8, n], eight nibbles along k, lowest first; qzeros int32 [groups, n / 8] stores the zeros less
-    `zero_shift`: 1 in version 1 of the format, 0 in version 2. GPTQModel (utils/model.py) takes it from whole words, so
-    that a zero of 0 borrows from the next: whole words get it back.
+    Of 4 bits tile_int4 packs them. qweight is int32 [k * bits / 32, n], integers along k, lowest first; qzeros int32
+    [groups, n * bits / 32] stores the zeros less `zero_shift`: 1 in version 1 of the format, 0 in version 2. GPTQModel
+    (utils/model.py) takes it from whole words, so that a zero of 0 borrows from the next: whole words get it back.
     """
-    codes = nibbles(qweight.t().contiguous(), range(8))
-    zero = nibbles(qzeros.long() + zero_shift * 0x1111_1111, range(8)).t()
-    return codes.to(torch.uint8), scales.t().contiguous(), zero.to(torch.uint8).contiguous()
+    codes, ones = unpacked(qweight.t().contiguous(), bits), 0x1111_1111 if bits == 4 else 0x0101_0101
+    zero = unpacked(qzeros.long() + zero_shift * ones, bits).t()
+    return codes, scales.t().contiguous(), zero.contiguous()
+
+
+def unpacked(words: Tensor, bits: int) -> Tensor:
+    """The lower 32 bits of [rows, w] to uint8 codes of 4 or 8 bits, [rows, w * 32 / bits].
+
+    The lowest bits are the first code.
+    """
+    shifts = torch.arange(0, 32, bits, device=words.device, dtype=torch.int32)
+    return ((words[..., None] >> shifts) & (1 << bits) - 1).flatten(1).to(torch.uint8)
 
 
 def from_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -29,6 +29,8 @@ _log = logging.getLogger(__name__)
 ToDevice = Callable[[torch.Tensor], torch.Tensor]
 """Copies a tensor of a mapped file to where the model runs. The tensor may go when this returns."""
 _AS_LLAMA, _GAIN = TensorNames(), "norm.weight"
+_MATRIX_KINDS = ("weight", "weight_packed", "qweight")
+"""What a matrix is called behind its module."""
 _LAYER, _GGUF_LAYER = re.compile(r"model\.layers\.(\d+)\."), re.compile(r"blk\.(\d+)\.")
 _GGUF_KINDS = {
     torch.float32: gguf.GGMLQuantizationType.F32,
@@ -195,8 +197,8 @@ class SafetensorsWeights:
 
     def tensor(self, name: str, cut: TensorSlice | None = None) -> torch.Tensor:
         module, _, kind = name.rpartition(".")
-        matrix = self.quantized.matrix(module) if self.quantized is not None and kind == "weight" else None
-        tensor = self._plain(name, cut) if matrix is None else _cut(matrix.dense(), cut)
+        dense = self.quantized.dense(module) if self.quantized is not None and kind == "weight" else None
+        tensor = self._plain(name, cut) if dense is None else _cut(dense, cut)
         if self._names.gain_offset and name.endswith(_GAIN):
             tensor = tensor.float() + self._names.gain_offset
         return tensor.float().contiguous() if self._to_device is None and tensor.is_floating_point() else tensor
@@ -233,7 +235,9 @@ class SafetensorsWeights:
 
     def _module(self, name: str) -> str:
         """Return a module's name as the file has it; the tensor itself, of all experts in one."""
-        return self._stored.get(f"{name}.weight", self._stored.get(name, name)).removesuffix(".weight")
+        found = ((kind, self._stored.get(f"{name}.{kind}")) for kind in _MATRIX_KINDS)
+        stored = next((stored.removesuffix(f".{kind}") for kind, stored in found if stored is not None), None)
+        return self._stored.get(name, name) if stored is None else stored
 
     def _read(self, name: str, cut: TensorSlice | None = None) -> torch.Tensor:
         if name not in self._stored:

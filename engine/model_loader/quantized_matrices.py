@@ -12,10 +12,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from checkpoint.quantization import Quantization, Scheme
+from checkpoint.quantization import NVFP4_GROUP, Quantization, Scheme
 from contracts.errors import ConfigError
-from kernels.layouts import from_awq, from_gptq
-from kernels.reference.quant import dequantize_blocks, dequantize_rows
+from kernels.layouts import from_awq, from_gptq, unpacked
+from kernels.reference.quant import dequantize_blocks, dequantize_rows, unpack_e2m1
 
 _SCALES, _INPUT_SCALES = ("weight_scale", "weight_scale_inv"), ("input_scale", "activation_scale")
 _EXPERT_SCALES = ("{}_weight_scale", "{}_scale")
@@ -65,8 +65,8 @@ class Fp8Experts:
 
 
 @dataclass(frozen=True)
-class Int4Matrix:
-    """`codes` `[n, k]` 0..15; `scale`, `zero` `[n, groups]`; `groups` `[k]`: that of each column."""
+class IntMatrix:
+    """`codes` `[n, k]` of 4 or 8 bits; `scale`, `zero` `[n, groups]`; `groups` `[k]`: that of each column."""
 
     codes: Tensor
     scale: Tensor
@@ -88,7 +88,7 @@ class Int4Matrix:
         return (self.codes.float() - self.zero.float()[:, self.groups]) * self.scale.float()[:, self.groups]
 
 
-StoredMatrix = Fp8Matrix | Int4Matrix
+StoredMatrix = Fp8Matrix | IntMatrix
 
 
 def joined(matrices: Sequence[Fp8Matrix]) -> Fp8Matrix:
@@ -105,7 +105,7 @@ class Quantized(Protocol):
     def quantization(self) -> Quantization: ...
 
     def matrix(self, module: str) -> StoredMatrix | None:
-        """None for a module that the configuration leaves out, or whose scales are not there.
+        """None for a module that the configuration leaves out, that lacks scales, or that no kernel takes.
 
         Raises ConfigError where tensors are missing or are of another type than the configuration says.
         """
@@ -142,9 +142,29 @@ class QuantizedMatrices:
         self.quantization, self._find, self._stored_name = quantization, find, stored_name
 
     def matrix(self, module: str) -> StoredMatrix | None:
+        return self._matrix(module) if self.quantization.has_kernels else None
+
+    def dense(self, module: str) -> Tensor | None:
+        """Return a matrix in float32; None for one that is plain. Raises ConfigError as `matrix` does."""
+        match self.quantization.scheme:
+            case Scheme.INT8_ROWS | Scheme.NVFP4 if self.quantization.skips(self._stored_name(module)):
+                return None
+            case Scheme.INT8_ROWS:
+                return self._int8(module)
+            case Scheme.NVFP4:
+                return self._nvfp4(module)
+        matrix = self._matrix(module)
+        return None if matrix is None else matrix.dense()
+
+    def _matrix(self, module: str) -> StoredMatrix | None:
         if self.quantization.skips(self._stored_name(module)):
             return None
-        return self._int4(module) if self.quantization.is_int4 else self._fp8(module)
+        match self.quantization.scheme:
+            case Scheme.PACKED:
+                return self._packed(module)
+            case Scheme.GPTQ | Scheme.AWQ:
+                return self._grouped(module)
+        return self._fp8(module)
 
     def has_weight(self, module: str) -> bool:
         return self._find(f"{module}.weight") is not None
@@ -189,7 +209,7 @@ class QuantizedMatrices:
         scheme = self.quantization.scheme
         raise ConfigError(f"the scale of '{module}' is {list(scale.shape)}, its weight {list(shape)}: not {scheme}")
 
-    def _int4(self, module: str) -> Int4Matrix | None:
+    def _grouped(self, module: str) -> IntMatrix | None:
         qweight = self._find(f"{module}.qweight")
         if qweight is None:
             return None
@@ -197,21 +217,76 @@ class QuantizedMatrices:
         if self.quantization.scheme is Scheme.AWQ:
             codes, scale, zero = from_awq(qweight, qzeros, scales)
         else:
-            codes, scale, zero = from_gptq(qweight, qzeros, scales, self.quantization.zero_shift)
-        groups = self._groups(module, codes.shape[1], scale.shape[1])
-        return Int4Matrix(codes, scale, zero, groups.to(codes.device))
+            quantization = self.quantization
+            codes, scale, zero = from_gptq(qweight, qzeros, scales, quantization.zero_shift, quantization.bits)
+        groups = self._groups(module, "g_idx", codes.shape[1], scale.shape[1])
+        return IntMatrix(codes, scale, zero, groups.to(codes.device))
 
-    def _groups(self, module: str, num_columns: int, num_groups: int) -> Tensor:
+    def _packed(self, module: str) -> IntMatrix | None:
+        """Read integers that are less 2^(bits - 1), packed along rows of words; zeros along columns."""
+        words, bits = self._find(f"{module}.weight_packed"), self.quantization.bits
+        if words is None:
+            return None
+        n, k = self._needed(f"{module}.weight_shape").tolist()
+        if words.shape != (n, -(-k * bits // 32)):
+            raise ConfigError(f"'{module}.weight_packed' is {list(words.shape)}; its weight_shape says [{n}, {k}]")
+        scale = self._needed(f"{module}.weight_scale")
+        scale = scale.view(n, -1) if scale.numel() > 1 else scale.view(1, 1).expand(n, 1)
+        zero = torch.full(scale.shape, 1 << (bits - 1), dtype=torch.uint8, device=words.device)
+        if not self.quantization.is_symmetric:
+            stored = self._needed(f"{module}.weight_zero_point")
+            zero = unpacked(stored.t().contiguous(), bits)[:, :n].t().contiguous()
+        groups = self._groups(module, "weight_g_idx", k, scale.shape[1])
+        return IntMatrix(unpacked(words, bits)[:, :k].contiguous(), scale.contiguous(), zero, groups.to(words.device))
+
+    def _int8(self, module: str) -> Tensor | None:
+        weight, scale = self._find(f"{module}.weight"), self._find(f"{module}.weight_scale")
+        if weight is None or scale is None:
+            return None
+        if weight.dtype is not torch.int8 or scale.numel() not in (1, len(weight)):
+            raise ConfigError(
+                f"'{module}.weight' is {weight.dtype} {list(weight.shape)}, its scale {list(scale.shape)}: not "
+                f"{self.quantization.scheme}"
+            )
+        values = weight.float()
+        if not self.quantization.is_symmetric:
+            values = values - self._needed(f"{module}.weight_zero_point").float().view(-1, 1)
+        return values * scale.float().view(-1, 1)
+
+    def _nvfp4(self, module: str) -> Tensor | None:
+        """Read e2m1 in pairs, beside scales in e4m3, and one for all.
+
+        compressed-tensors divides by that one, ModelOpt multiplies.
+        """
+        packed = self._find(f"{module}.weight_packed")
+        divisor = None if packed is None else self._needed(f"{module}.weight_global_scale")
+        if packed is None:
+            packed, scale = self._find(f"{module}.weight"), self._find(f"{module}.weight_scale")
+            if packed is None or scale is None:
+                return None
+        scale = self._needed(f"{module}.weight_scale").float()
+        if packed.dtype is not torch.uint8 or scale.shape != (len(packed), packed.shape[1] * 2 // NVFP4_GROUP):
+            raise ConfigError(
+                f"the scale of '{module}' is {list(scale.shape)}, its packed weight {list(packed.shape)} "
+                f"{packed.dtype}: not {self.quantization.scheme}"
+            )
+        if self._find(f"{module}.pre_quant_scale") is not None:
+            raise ConfigError(f"'{module}.pre_quant_scale' scales activations (AWQ), which is not supported")
+        factor = self._needed(f"{module}.weight_scale_2").float() if divisor is None else 1 / divisor.float()
+        return unpack_e2m1(packed) * (scale * factor).repeat_interleave(NVFP4_GROUP, 1)
+
+    def _groups(self, module: str, index: str, num_columns: int, num_groups: int) -> Tensor:
         size = num_columns if self.quantization.group_size == -1 else self.quantization.group_size
         if -(-num_columns // size) != num_groups:
             raise ConfigError(
                 f"'{module}' has {num_groups} scales in {num_columns} columns; group_size is {size} in config.json"
             )
-        stored = self._find(f"{module}.g_idx")
-        if stored is None or not stored.any():  # all zeros say nothing, as text-generation-inference reads them too
+        stored = self._find(f"{module}.{index}")
+        # All zeros say nothing, as text-generation-inference reads them too, nor do compressed-tensors' -1.
+        if stored is None or not stored.any() or bool((stored == -1).all()):
             return torch.arange(num_columns) // size
         if len(stored) != num_columns or not 0 <= int(stored.min()) <= int(stored.max()) < num_groups:
-            raise ConfigError(f"'{module}.g_idx' does not say for {num_columns} columns which of {num_groups} scales")
+            raise ConfigError(f"'{module}.{index}' does not say for {num_columns} columns which of {num_groups} scales")
         return stored.long()
 
     def _needed(self, name: str) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from checkpoint.quantization import BLOCK, Quantization
 from contracts.errors import ConfigError
 from engine.model_loader.checkpoint_weights import TensorSlice, WeightSource
-from engine.model_loader.quantized_matrices import Fp8Experts, Fp8Matrix, Int4Matrix, Quantized, StoredMatrix
+from engine.model_loader.quantized_matrices import Fp8Experts, Fp8Matrix, IntMatrix, Quantized, StoredMatrix
 from models.config import Experts, ModelConfig
 
 _PROJECTION = r"(?:mlp\.|shared_expert\.|experts\.\d+\.)"
@@ -202,7 +202,7 @@ def _fp8(matrix: Fp8Matrix, cut: TensorSlice, said: str) -> Fp8Matrix:
     return replace(matrix, weight=weight, scale=scale)
 
 
-def _int4(matrix: Int4Matrix, cut: TensorSlice, said: str) -> Int4Matrix:
+def _int4(matrix: IntMatrix, cut: TensorSlice, said: str) -> IntMatrix:
     if cut.dim == 0:
         return replace(matrix, codes=cut.of(matrix.codes), scale=cut.of(matrix.scale), zero=cut.of(matrix.zero))
     part = replace(matrix, codes=cut.of(matrix.codes), groups=cut.along(0).of(matrix.groups))

@@ -5,7 +5,6 @@ import json
 import os
 import platform
 import subprocess
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -15,9 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from checkpoint import Checkpoint, open_checkpoint
-from checkpoint.checkpoint import WeightFormat
-from checkpoint.gguf.file import GgufFile
-from checkpoint.huggingface.safetensors_index import tensor_files
 from contracts.errors import ConfigError, TandemError
 from coordinator.store.local_server import RedisServer, find_server, hide_password
 from engine.cuda.model.format_choice import experts_changed, kept_as, resolve_device_dtype
@@ -28,6 +24,7 @@ from service.version import release
 from tandem.commands import tier_checks
 from tandem.commands.codec_finding import codec_words
 from tandem.commands.draft_finding import draft_words
+from tandem.commands.stored_weights import groups_as, has_mxfp4, quantized_as, stored_as
 from tandem.local.gpu_assignment import Gpu, count_gpus, look_at, what_holds
 from tandem.local.system_plan import require_redis
 
@@ -141,6 +138,8 @@ def _cpu(options: argparse.Namespace) -> Iterator[tuple[str, Level]]:
     chosen = chosen_kernels(settings, checkpoint, source)
     dtype = NATIVE if chosen is not None else resolve_dtype(settings, source)
     yield f"dtype auto holds this model's weights as {dtype} here", Level.OK
+    for words in groups_as(checkpoint, dtype):
+        yield f"  {words}", Level.OK
     try:
         kernels = native_kernels(settings, checkpoint, source)
     except ConfigError as error:
@@ -243,15 +242,15 @@ def explain_weights(checkpoint: Checkpoint, found: "Caps") -> Iterator[tuple[str
         return
     chosen = resolve_device_dtype("auto", checkpoint, found.cc)
     yield f"dtype auto holds this model's weights as {chosen} here", Level.OK
-    quantization, has_mxfp4 = checkpoint.quantization, _has_mxfp4(checkpoint)
-    if has_mxfp4 and chosen != "float32":
+    quantization, is_mxfp4 = checkpoint.quantization, has_mxfp4(checkpoint)
+    if is_mxfp4 and chosen != "float32":
         yield "the matrices of its experts are kept as they are stored, in MXFP4, beside rows in bf16", Level.OK
     elif quantization is not None and chosen in ("float8", "int4"):
         if checkpoint.config.experts is not None:
             changed = experts_changed(quantization, chosen)
             level = Level.WARNING if changed else Level.OK
             yield f"the matrices of its experts are {changed or 'kept as they are stored'}", level
-    elif quantization is not None or has_mxfp4:
+    elif quantization is not None or is_mxfp4:
         reason = kept_as(checkpoint)[1] if found.cc >= 90 else "the kernels want compute capability 9.0"
         yield f"its quantized matrices are widened on load, and take the memory of plain ones: {reason}", Level.WARNING
 
@@ -319,48 +318,6 @@ def _model(options: argparse.Namespace) -> Iterator[tuple[str, Level]]:
         yield f"of it one KV head's, {least}, is the least that each of several GPUs has (tensor_parallel)", Level.OK
     if checkpoint.chat_template is None:
         yield "no chat template: it completes text, and refuses chats", Level.WARNING
-
-
-def quantized_as(checkpoint: Checkpoint) -> str:
-    """Return what the checkpoint's configuration says of its quantization; empty for plain weights."""
-    if _has_mxfp4(checkpoint):
-        return "MXFP4 (mxfp4), a scale for 32 columns; as they were: all but its experts"
-    return "" if checkpoint.quantization is None else checkpoint.quantization.words()
-
-
-def _has_mxfp4(checkpoint: Checkpoint) -> bool:
-    """Return whether the experts are in MXFP4.
-
-    gpt-oss's experts are, by its configuration; `Checkpoint.quantization` covers what every family may have.
-    """
-    return checkpoint.config.experts is not None and checkpoint.config.experts.is_mxfp4
-
-
-def stored_as(checkpoint: Checkpoint) -> str:
-    """Return the number of tensors of each format and their size: "Q4_1: 210 tensors, 78.1 MiB; ..."."""
-    sizes: Counter[str] = Counter()
-    counts: Counter[str] = Counter()
-    for kind, nbytes in _tensors(checkpoint):
-        sizes[kind] += nbytes
-        counts[kind] += 1
-    return "; ".join(
-        f"{kind}: {counts[kind]} tensors, {nbytes / 2**20:.1f} MiB" for kind, nbytes in sizes.most_common()
-    )
-
-
-def _tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, int]]:
-    """Yield the number format and bytes of each tensor."""
-    if checkpoint.format is WeightFormat.GGUF:
-        for tensor in GgufFile.open(checkpoint.path).tensors.values():
-            yield tensor.kind.name, tensor.nbytes
-        return
-    for file in sorted(set(tensor_files(checkpoint.path).values())):
-        with file.open("rb") as stream:
-            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-        for name, entry in header.items():
-            if name != "__metadata__":
-                begin, end = entry["data_offsets"]
-                yield entry["dtype"], end - begin
 
 
 def _gib(nbytes: int) -> str:

@@ -682,7 +682,7 @@ def test_a_llama4_folder_is_read_with_and_without_a_vision_tower(folder):
         ),
         ({"quant_method": "gptq", "bits": 4}, "a Llama 4 in INT4 as GPTQ packs it is not supported"),
         ({"quant_method": "awq", "bits": 4}, "a Llama 4 in INT4 as AWQ packs it is not supported"),
-        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "format is 'pack-quantized'; supported"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "a Llama 4 in NVFP4, a scale for 16 columns is not"),
     ],
 )
 def test_a_llama4_is_read_in_fp8_by_row_or_matrix_alone(folder, config, words):

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kernels.reference.quant import pack_e2m1, unpack_e2m1
 from tests.engine.tiny_models import save_tiny
 
 WIDTHS = {
@@ -61,7 +62,20 @@ def save_quantized(
     if layout.exported:
         (folder / "hf_quant_config.json").write_text(json.dumps(layout.exported))
     model.load_state_dict(dense, strict=False)
+    _take_experts(model, dense)
     return model
+
+
+def _take_experts(model: PreTrainedModel, dense: dict[str, Tensor]) -> None:
+    """Give a model that has its experts in one tensor those that a file has one by one."""
+    for name, weight in dense.items():
+        stem, found, rest = name.partition(".mlp.experts.")
+        if not found:
+            continue
+        number, kind, _ = rest.split(".")
+        whole = model.get_parameter(f"{stem}.mlp.experts.{'down' if kind == 'down_proj' else 'gate_up'}_proj")
+        first = len(weight) if kind == "up_proj" else 0
+        whole.data[int(number), first : first + len(weight)] = weight
 
 
 @dataclass(frozen=True)
@@ -144,37 +158,44 @@ def fp8_blocks(weight: Tensor, name: str = "weight_scale_inv") -> Packed:
     return {"weight": rounded, name: scale}, dense
 
 
-def int4(weight: Tensor, groups: Tensor, symmetric: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Codes `[n, k]`, zeros and float16 scales `[n, groups]`, and what they stand for; `groups` `[k]`."""
-    zeros, scales, codes = [], [], torch.empty(weight.shape, dtype=torch.long)
+def integers(
+    weight: Tensor, groups: Tensor, symmetric: bool, bits: int = 4, dtype: torch.dtype = torch.float16
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes `[n, k]`, zeros and scales `[n, groups]`, and what they stand for; `groups` `[k]`."""
+    zeros, scales, codes, most = [], [], torch.empty(weight.shape, dtype=torch.long), 2**bits - 1
     for group in range(int(groups.max()) + 1):
         part = weight[:, groups == group]
         low, high = part.amin(1, keepdim=True), part.amax(1, keepdim=True)
-        scale = (2 * part.abs().amax(1, keepdim=True) if symmetric else high - low) / 15
-        scale = scale.half()
-        zero = torch.full_like(low, 8) if symmetric else (-low / scale).round().clamp(1, 15)
-        codes[:, groups == group] = ((part / scale).round() + zero).clamp(0, 15).long()
+        scale = (2 * part.abs().amax(1, keepdim=True) if symmetric else high - low) / most
+        scale = scale.to(dtype)
+        zero = torch.full_like(low, 2 ** (bits - 1)) if symmetric else (-low / scale).round().clamp(1, most)
+        codes[:, groups == group] = ((part / scale).round() + zero).clamp(0, most).long()
         zeros.append(zero)
         scales.append(scale)
     zero, scale = torch.cat(zeros, 1).long(), torch.cat(scales, 1)
     return codes, zero, scale, (codes - zero[:, groups]).float() * scale.float()[:, groups]
 
 
-def words(nibbles: Tensor) -> Tensor:
-    """`[rows, 8]` of 0..15, lowest first, to int32."""
-    value = (nibbles << (4 * torch.arange(8))).sum(1)
+def words(codes: Tensor) -> Tensor:
+    """`[rows, 8]` of 0..15, or `[rows, 4]` of 0..255, lowest first, to int32."""
+    value = (codes << (32 // codes.shape[1] * torch.arange(codes.shape[1]))).sum(1)
     return torch.where(value >= 2**31, value - 2**32, value).to(torch.int32)
 
 
-def gptq(weight: Tensor, group: int = 128, symmetric: bool = False, act_order: bool = False, shift: int = 1) -> Packed:
-    """qweight `[k / 8, n]`: a word holds eight columns of one row; qzeros `[groups, n / 8]`: zeros less `shift`."""
-    k = weight.shape[1]
+def gptq(
+    weight: Tensor, group: int = 128, symmetric: bool = False, act_order: bool = False, shift: int = 1, bits: int = 4
+) -> Packed:
+    """qweight `[k / 8, n]`: a word holds eight columns of one row; qzeros `[groups, n / 8]`: zeros less `shift`.
+
+    Four of 8 `bits`.
+    """
+    k, count = weight.shape[1], 32 // bits
     groups = torch.arange(k) // (k if group == -1 else group)
     if act_order:
         groups = groups[torch.randperm(k, generator=torch.Generator().manual_seed(3))]
-    codes, zero, scale, dense = int4(weight, groups, symmetric)
-    qweight = torch.stack([words(codes[:, 8 * word : 8 * word + 8]) for word in range(k // 8)])
-    qzeros = torch.stack([words((column - shift).view(-1, 8)) for column in zero.t()])
+    codes, zero, scale, dense = integers(weight, groups, symmetric, bits)
+    qweight = torch.stack([words(codes[:, first : first + count]) for first in range(0, k, count)])
+    qzeros = torch.stack([words((column - shift).view(-1, count)) for column in zero.t()])
     tensors = {"qweight": qweight, "qzeros": qzeros, "scales": scale.t(), "g_idx": groups.to(torch.int32)}
     return tensors, dense
 
@@ -182,11 +203,61 @@ def gptq(weight: Tensor, group: int = 128, symmetric: bool = False, act_order: b
 def awq(weight: Tensor, group: int = 128) -> Packed:
     """qweight `[k, n / 8]`, qzeros `[groups, n / 8]`: a word holds eight rows, in the order of AWQ_COLUMNS."""
     k = weight.shape[1]
-    codes, zero, scale, dense = int4(weight, torch.arange(k) // group, symmetric=False)
+    codes, zero, scale, dense = integers(weight, torch.arange(k) // group, symmetric=False)
     order = list(AWQ_COLUMNS)
     qweight = torch.stack([words(column.view(-1, 8)[:, order]) for column in codes.t()])
     qzeros = torch.stack([words(column.view(-1, 8)[:, order]) for column in zero.t()])
     return {"qweight": qweight, "qzeros": qzeros, "scales": scale.t()}, dense
+
+
+def packed(weight: Tensor, group: int = 128, symmetric: bool = True, act_order: bool = False, bits: int = 4) -> Packed:
+    """compressed-tensors' pack-quantized: words along rows, zeros along columns; both less 2^(bits - 1), as signed."""
+    (n, k), count = weight.shape, 32 // bits
+    groups = torch.arange(k) // (k if group == -1 else group)
+    order = {}
+    if act_order:
+        groups = groups[torch.randperm(k, generator=torch.Generator().manual_seed(3))]
+        order = {"weight_g_idx": groups.to(torch.int32)}
+    codes, zero, scale, dense = integers(weight, groups, symmetric, bits, torch.bfloat16)
+    tensors = {
+        "weight_packed": torch.stack([words(row.view(-1, count)) for row in codes]),
+        "weight_scale": scale,
+        "weight_shape": torch.tensor([n, k]),
+    }
+    if not symmetric:
+        tensors["weight_zero_point"] = torch.stack([words(column.view(-1, count)) for column in zero.t()]).t()
+    return {**tensors, **order}, dense
+
+
+def int8_rows(weight: Tensor, symmetric: bool = True) -> Packed:
+    """compressed-tensors' int-quantized: int8 and a scale for each row."""
+    codes, zero, scale, dense = integers(weight, torch.zeros(weight.shape[1]).long(), symmetric, 8, torch.bfloat16)
+    tensors = {"weight": (codes - 128).to(torch.int8), "weight_scale": scale}
+    return tensors | ({} if symmetric else {"weight_zero_point": (zero - 128).to(torch.int8)}), dense
+
+
+def nvfp4(weight: Tensor, is_modelopt: bool) -> Packed:
+    """e2m1 in pairs beside e4m3 scales of 16 columns, and one for all, that divides or, of ModelOpt, multiplies."""
+    whole = weight.abs().max() / (448 * 6)
+    blocks = weight.unflatten(1, (-1, 16))
+    scale = (blocks.abs().amax(2) / 6 / whole).to(torch.float8_e4m3fn)
+    factor = scale.float() * whole if is_modelopt else scale.float() * (1 / (1 / whole))
+    pairs = pack_e2m1((blocks / factor[..., None].clamp_min(1e-9)).flatten(1))
+    dense = unpack_e2m1(pairs) * factor.repeat_interleave(16, 1)
+    if is_modelopt:
+        return {"weight": pairs, "weight_scale": scale, "weight_scale_2": whole, "input_scale": torch.ones(())}, dense
+    named = {"weight_packed": pairs, "weight_scale": scale, "weight_global_scale": (1 / whole).view(1)}
+    return named | {"input_global_scale": torch.ones(1)}, dense
+
+
+def compressed_integers(
+    packing: str, bits: int, strategy: str, activations: Any = None, **weights: Any
+) -> dict[str, Any]:
+    """The configuration of such a checkpoint, as compressed-tensors writes it."""
+    number = {"num_bits": bits, "type": "int", "strategy": strategy, "symmetric": True, "dynamic": False, **weights}
+    config = compressed("channel", None, format=packing)
+    config["config_groups"]["group_0"] |= {"weights": number, "input_activations": activations, "format": packing}
+    return config
 
 
 def compressed(strategy: str, activations: dict[str, Any] | None, **changes: Any) -> dict[str, Any]:
@@ -223,6 +294,8 @@ def gptq_config(**changes: Any) -> dict[str, Any]:
 
 TOKEN = {"strategy": "token", "dynamic": True}
 STATIC = {"strategy": "tensor", "dynamic": False}
+INT8_TOKEN = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
+NVFP4_INPUT = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "dynamic": "local"}
 FP8_KV = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 LAYOUTS = {
     "compressed-rows": Layout(fp8_rows, compressed("channel", TOKEN)),
@@ -260,6 +333,37 @@ LAYOUTS = {
     "gptq-32": Layout(lambda w: gptq(w, group=32), gptq_config(group_size=32)),
     "gptq-act-order": Layout(lambda w: gptq(w, act_order=True), gptq_config(desc_act=True)),
     "awq": Layout(awq, {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}),
+    "gptq-8": Layout(lambda w: gptq(w, bits=8), gptq_config(bits=8)),
+    "packed": Layout(packed, compressed_integers("pack-quantized", 4, "group", group_size=128)),
+    "packed-asymmetric": Layout(
+        lambda w: packed(w, symmetric=False),
+        compressed_integers("pack-quantized", 4, "group", group_size=128, symmetric=False),
+    ),
+    "packed-row": Layout(lambda w: packed(w, group=-1), compressed_integers("pack-quantized", 4, "channel")),
+    "packed-act-order": Layout(
+        lambda w: packed(w, act_order=True),
+        compressed_integers("pack-quantized", 4, "group", group_size=128, actorder="group"),
+    ),
+    "packed-8": Layout(
+        lambda w: packed(w, 32, symmetric=False, bits=8),
+        compressed_integers("pack-quantized", 8, "group", group_size=32, symmetric=False),
+    ),
+    "int8": Layout(int8_rows, compressed_integers("int-quantized", 8, "channel", INT8_TOKEN)),
+    "int8-asymmetric": Layout(
+        lambda w: int8_rows(w, symmetric=False),
+        compressed_integers("int-quantized", 8, "channel", INT8_TOKEN, symmetric=False),
+    ),
+    "nvfp4": Layout(
+        lambda w: nvfp4(w, is_modelopt=False),
+        compressed_integers("nvfp4-pack-quantized", 4, "tensor_group", NVFP4_INPUT, type="float", group_size=16),
+    ),
+    "nvfp4-modelopt": Layout(
+        lambda w: nvfp4(w, is_modelopt=True),
+        exported={
+            "producer": {"name": "modelopt"},
+            "quantization": {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]},
+        },
+    ),
 }
 LLAMA4_LAYOUTS = {
     "llama4-compressed": Llama4Layout(

@@ -30,11 +30,13 @@ from tests.engine.device_engines import device_engine, logits_of
 from tests.engine.driving import answers, greedy, random_prompts, settings
 from tests.engine.quantized_models import (
     FP8_KV,
+    INT8_TOKEN,
     LAYOUTS,
     STATIC,
     TOKEN,
     block_config,
     compressed,
+    compressed_integers,
     damage,
     fp8_blocks,
     gptq_config,
@@ -45,8 +47,19 @@ from tests.engine.tiny_models import VOCAB, save_tiny
 pytestmark = pytest.mark.slow
 
 PROMPTS = random_prompts(VOCAB, (5, 17, 64, 130))
-FLOATS = [name for name in LAYOUTS if not name.startswith(("gptq", "awq"))]
-WIDENED = ("gptq-32", "gptq-act-order")
+FLOATS = [name for name in LAYOUTS if not name.startswith(("gptq", "awq", "packed", "int8", "nvfp4"))]
+WIDENED = (
+    "gptq-32",
+    "gptq-act-order",
+    "packed-act-order",
+    "gptq-8",
+    "packed-8",
+    "int8",
+    "int8-asymmetric",
+    "nvfp4",
+    "nvfp4-modelopt",
+)
+WHY = r"group_size is 32|desc_act is true|no kernel here multiplies (INT8|NVFP4)"
 BOUNDS = {"float8": 0.3, "int4": 0.04}
 """The distance of logits from the widened model's; test_device_engine allows e4m3 and bf16 activations the same."""
 
@@ -71,7 +84,9 @@ def test_a_matrix_is_widened_to_what_it_stands_for(stored):
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_greedy_answers_equal_those_of_the_widened_model(stored, device):
-    _, folder, model = stored
+    name, folder, model = stored
+    if device == "cuda" and name in ("packed-act-order", "packed-8", "int8-asymmetric", "nvfp4"):
+        pytest.skip("it is widened by the code that the CPU widens it by, and another such layout is answered here")
     expected = [oracle_greedy(model, prompt, 12) for prompt in PROMPTS]
     engine = load_engine(settings(model=str(folder))) if device == "cpu" else device_engine(folder)
     assert answers(engine, PROMPTS, greedy()) == expected
@@ -81,7 +96,7 @@ def test_matrices_stay_as_they_are_stored(stored, nothing_rounds):
     name, folder, _ = stored
     dtype = kept_dtype(name)
     if name in WIDENED:
-        with pytest.raises(ConfigError, match=r"(group_size is 32|desc_act is true): .* use bfloat16"):
+        with pytest.raises(ConfigError, match=rf"({WHY}).*: use bfloat16"):
             device_engine(folder, dtype)
         return
     expected = logits_of(device_engine(folder, "float32"), PROMPTS[:2])
@@ -255,6 +270,35 @@ def test_int4_tensors_that_do_not_fit_are_named(tmp_path):
         load_engine(settings(model=str(tmp_path)))
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("packed", {"weight_scale": None}, rf"lacks '{Q}.weight_scale'"),
+        ("packed", {"weight_shape": torch.tensor([256, 248])}, r"is \[256, 32\]; its weight_shape says \[256, 248\]"),
+        ("packed-asymmetric", {"weight_zero_point": None}, rf"lacks '{Q}.weight_zero_point'"),
+        ("int8", {"weight_scale": torch.ones(7)}, rf"'{Q}.weight' is torch.int8 .* its scale \[7\]: not INT8 with"),
+        ("int8", {"weight_scale": None}, rf"'{Q}.weight' is torch.int8 .*: its scales are missing"),
+        ("nvfp4", {"weight_global_scale": None}, rf"lacks '{Q}.weight_global_scale'"),
+        ("nvfp4-modelopt", {"weight_scale_2": None}, rf"lacks '{Q}.weight_scale_2'"),
+        ("nvfp4-modelopt", {"weight_scale": torch.ones(256, 8)}, rf"the scale of '{Q}' is .*: not NVFP4"),
+        ("nvfp4-modelopt", {"pre_quant_scale": torch.ones(256)}, rf"'{Q}.pre_quant_scale' scales activations"),
+    ],
+)
+def test_tensors_of_other_layouts_that_do_not_fit_are_named(name, changes, words, tmp_path):
+    save_quantized(tmp_path, LAYOUTS[name])
+    damage(tmp_path, {f"{Q}.{key}": tensor for key, tensor in changes.items()})
+    with pytest.raises(ConfigError, match=words):
+        load_engine(settings(model=str(tmp_path)))
+
+
+@pytest.mark.parametrize("name", ["packed", "int8", "nvfp4-modelopt", "gptq-8"])
+def test_experts_in_every_layout_are_widened(name, tmp_path):
+    model = save_quantized(tmp_path, LAYOUTS[name], "qwen3_moe", moe_intermediate_size=128)
+    expected = [oracle_greedy(model, prompt, 12) for prompt in PROMPTS[:2]]
+    assert answers(load_engine(settings(model=str(tmp_path))), PROMPTS[:2], greedy()) == expected
+    assert answers(device_engine(tmp_path), PROMPTS[:2], greedy()) == expected
+
+
 def test_columns_in_any_order_are_found_whatever_the_configuration_says(tmp_path):
     model = save_quantized(tmp_path, replace(LAYOUTS["gptq-act-order"], config=gptq_config(desc_act=False)))
     expected = [oracle_greedy(model, prompt, 12) for prompt in PROMPTS[:2]]
@@ -289,7 +333,14 @@ WEIGHTS_ONLY = compressed("channel", None)
     ("config", "words"),
     [
         ({"quant_method": "bitsandbytes"}, "quant_method is 'bitsandbytes'; supported: compressed-tensors, fp8"),
-        (compressed("channel", TOKEN, format="pack-quantized"), "format is 'pack-quantized'"),
+        (compressed("channel", TOKEN, format="pack-quantized"), "group_0.weights.type is 'float'; supported: int"),
+        (compressed("channel", TOKEN, format="marlin-24"), "format is 'marlin-24'; supported: null, float-quantized"),
+        (compressed_integers("pack-quantized", 3, "group", group_size=128), "weights.num_bits is 3; supported: 8, 4"),
+        (compressed_integers("pack-quantized", 4, "group", group_size=0), "weights.group_size is 0; a number of"),
+        (compressed_integers("pack-quantized", 4, "tensor", symmetric=False), "weights.symmetric is False"),
+        (compressed_integers("int-quantized", 8, "group"), "weights.strategy is 'group'; supported: channel, tensor"),
+        (compressed_integers("int-quantized", 4, "channel"), "weights.num_bits is 4; supported: 8"),
+        (compressed_integers("nvfp4-pack-quantized", 4, "group", type="float"), "strategy is 'group'"),
         (compressed("group", TOKEN), r"config_groups.group_0.weights.strategy is 'group'; supported: tensor, channel"),
         (compressed("channel", {**TOKEN, "type": "int"}), "group_0.input_activations.type is 'int'; supported: float"),
         (compressed("channel", {**TOKEN, "num_bits": 4}), "group_0.input_activations.num_bits is 4; supported: 8"),
@@ -299,13 +350,13 @@ WEIGHTS_ONLY = compressed("channel", None)
         (compressed("channel", TOKEN, transform_config={"a": 1}), "transform_config is .*it is not supported"),
         (
             compressed("tensor", STATIC, config_groups={"a": WEIGHTS_ONLY, "b": compressed("tensor", TOKEN)}),
-            "strategy is None|a mix of schemes",
+            "type is None|a mix of schemes",
         ),
         (block_config(weight_block_size=[64, 64]), r"weight_block_size is \[64, 64\]"),
         (block_config(activation_scheme="block"), "activation_scheme is 'block'; supported: dynamic, static"),
         (block_config(fmt="e5m2"), "fmt is 'e5m2'; supported: e4m3"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo is 'NVFP4'; supported: FP8, FP8_PER_CHANNEL"),
-        (gptq_config(bits=8), "bits is 8; supported: 4"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "algo is 'NVFP4_AWQ'; supported: FP8, FP8_PER_CHAN"),
+        (gptq_config(bits=3), "bits is 3; supported: 4, 8"),
         (gptq_config(checkpoint_format="marlin"), "checkpoint_format is 'marlin'; supported: gptq, gptq_v2"),
         (gptq_config(dynamic={"-:.*down.*": {}}), "dynamic is "),
         (gptq_config(group_size=0), "group_size is 0; a number of columns"),
@@ -362,6 +413,10 @@ def test_lists_of_what_stays_plain_name_modules(entry, module, is_skipped):
         (gptq_config(group_size=256), 90, "int4"),
         (gptq_config(group_size=64), 90, "bfloat16"),
         (gptq_config(desc_act=True), 90, "bfloat16"),
+        (gptq_config(bits=8), 90, "bfloat16"),
+        (compressed_integers("pack-quantized", 4, "channel"), 90, "int4"),
+        (compressed_integers("pack-quantized", 4, "group", group_size=128, actorder="static"), 90, "int4"),
+        (compressed_integers("int-quantized", 8, "channel", INT8_TOKEN), 90, "bfloat16"),
     ],
 )
 def test_auto_keeps_what_is_stored_where_the_kernels_take_it(config, cc, dtype, tmp_path):

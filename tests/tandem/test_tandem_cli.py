@@ -453,6 +453,20 @@ def test_the_doctor_tells_of_weights_that_do_not_fit_their_configuration(tmp_pat
     assert list(doctor.CHECKS["cpu"](argparse.Namespace(model=str(tmp_path / "none"))))  # told of beside the model
 
 
+def test_the_doctor_says_what_becomes_of_each_group_of_tensors(tmp_path: Path) -> None:
+    save_quantized(tmp_path, LAYOUTS["packed"], "qwen3_moe", moe_intermediate_size=128)
+    said = [words for words, _ in doctor.CHECKS["cpu"](argparse.Namespace(model=str(tmp_path)))]
+    (dtype,) = (words.split()[-2] for words in said if words.startswith("dtype auto holds"))
+    groups = {words.split(":")[0].strip(): words.rpartition("; ")[2] for words in said if words.startswith("  ")}
+    assert groups == {
+        "experts": f"widened, then held as {dtype}",
+        "attention": f"widened, then held as {dtype}",
+        "MLP": f"widened, then held as {dtype}",
+        "embedding and output head": f"held as {dtype}, rows of the embedding as float32",
+        "norms and others": "held as float32",
+    }
+
+
 def test_the_doctor_says_what_a_mixture_is_made_of(tmp_path: Path) -> None:
     tiny_models.save_tiny(tmp_path, "qwen3_moe")
     said = [words for words, _ in doctor.CHECKS["model"](argparse.Namespace(model=str(tmp_path)))]

@@ -101,6 +101,8 @@ def kept_as(checkpoint: Checkpoint) -> tuple[str, str]:
     quantization = checkpoint.quantization
     if quantization is None:
         return "bfloat16", "they are not quantized"
+    if not quantization.has_kernels:
+        return "bfloat16", f"no kernel here multiplies {quantization.form}"
     if not quantization.is_int4:
         if _has_large_keys(checkpoint.config):
             return "bfloat16", "they are FP8, and float8 has keys in e4m3, which biases make hundreds"

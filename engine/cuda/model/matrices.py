@@ -11,7 +11,7 @@ from torch import Tensor
 from checkpoint.quantization import BLOCK
 from contracts.errors import ConfigError
 from engine.cuda.model.format_choice import INT4_GROUP
-from engine.model_loader.quantized_matrices import Fp8Matrix, Int4Matrix, StoredMatrix, joined
+from engine.model_loader.quantized_matrices import Fp8Matrix, IntMatrix, StoredMatrix, joined
 from kernels.layouts import tile_int4
 from kernels.reference.quant import to_e4m3, token_scale
 
@@ -90,7 +90,7 @@ def keep(stored: list[StoredMatrix], int4: bool, name: str, rounds_rows: bool = 
     not take.
     """
     floats = [matrix for matrix in stored if isinstance(matrix, Fp8Matrix)]
-    codes = [matrix for matrix in stored if isinstance(matrix, Int4Matrix)]
+    codes = [matrix for matrix in stored if isinstance(matrix, IntMatrix)]
     if int4 and codes:
         return _int4(codes, name)
     if int4 or not floats:
@@ -111,7 +111,7 @@ def _require_blocks(matrices: list[Fp8Matrix], name: str, rounds_rows: bool) -> 
         _refuse(matrices, name, f"rows of all but the last{columns} in steps of {BLOCK}")
 
 
-def _int4(matrices: list[Int4Matrix], name: str) -> Matrix:
+def _int4(matrices: list[IntMatrix], name: str) -> Matrix:
     if any(matrix.shape[0] % 64 or matrix.shape[1] % INT4_GROUP for matrix in matrices):
         _refuse(matrices, name, f"rows in steps of 64 and columns in steps of {INT4_GROUP}")
     if not all(matrix.is_ordered for matrix in matrices):

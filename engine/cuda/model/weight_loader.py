@@ -73,7 +73,7 @@ class _DeviceWeightLoader:
         self._rounds_rows = found is None or found.rounds_activations
         # What the checkpoint leaves plain beside its FP8 is so for a reason.
         self._round: Round | None = None
-        if number_format.is_fp8 and (found is None or found.is_int4):
+        if number_format.is_fp8 and (found is None or not found.is_fp8):
             self._round = quantize_finely if rounds_sparingly(config) else quantize_rows
 
     def layer(self, index: int) -> DeviceLayerWeights:
