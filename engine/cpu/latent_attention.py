@@ -77,8 +77,9 @@ class LatentProjection:
         if self._q_up is not None:
             q = self._q_up(self._q_norm(q, self._q_gain), num_answer_rows).float()
         q_MHN, q_MHR = q.unflatten(1, (-1, sizes.nope_dim + sizes.rope_dim)).split([sizes.nope_dim, sizes.rope_dim], 2)
-        q_MHD = torch.cat([self._keys(q_MHN), _turned(q_MHR, turns)], 2)
-        kept_MD = torch.cat([self._kv_norm(kept, self._kv_gain), _turned(key[:, None], turns)[:, 0]], 1)
+        turned = _turned(torch.cat([q_MHR, key[:, None]], 1), turns)
+        q_MHD = torch.cat([self._keys(q_MHN), turned[:, :-1]], 2)
+        kept_MD = torch.cat([self._kv_norm(kept, self._kv_gain), turned[:, -1]], 1)
         return q_MHD.to(dtype), kept_MD.to(dtype)[:, None]
 
 
@@ -99,6 +100,9 @@ class LatentOutput:
 
 
 def _turned(x_MHR: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
-    """Return columns of heads turned by `turns` `[M, 1, R / 2]`, the two parts of a pair side by side."""
-    pairs = torch.view_as_complex(x_MHR.contiguous().unflatten(2, (-1, 2)))
-    return torch.view_as_real(pairs * turns).flatten(2)
+    """Return columns of heads turned by `turns` `[M, 1, R / 2]`, the two parts of a pair side by side.
+
+    Not as complex numbers: torch multiplies the last few of those with other roundings than the others.
+    """
+    (x, y), (cosine, sine) = x_MHR.unflatten(2, (-1, 2)).unbind(3), torch.view_as_real(turns).unbind(3)
+    return torch.stack([x * cosine - y * sine, x * sine + y * cosine], 3).flatten(2)

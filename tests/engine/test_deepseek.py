@@ -16,7 +16,7 @@ from contracts.errors import ConfigError
 from engine.cache.sizing import one_group_layout
 from engine.loader import load_engine
 from engine.model_loader.tensor_parallel_shards import Shard, kv_shard
-from tests.engine.driving import answers, greedy, random_prompts, settings
+from tests.engine.driving import answers, drain, greedy, random_prompts, request, settings
 from tests.engine.quantized_models import block_config, fp8_blocks
 from tests.engine.tiny_models import VOCAB, change_config, save_tiny
 from tests.models.test_public_configs import RELEASED
@@ -38,6 +38,29 @@ def test_variants_are_those_of_transformers(family: str, changes: dict[str, Any]
     model = save_tiny(tmp_path, family, **changes)
     expected = [oracle_greedy(model, prompt, 64) for prompt in PROMPTS]
     assert answers(load_engine(settings(model=str(tmp_path))), PROMPTS, greedy(64)) == expected
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_numbers_depend_on_neither_the_batch_nor_the_chunks(dtype: str, tmp_path: Path) -> None:
+    """To the bit: of rows of prompts, for which keys and values are made, and of answers, for which none are."""
+    save_tiny(tmp_path, "deepseek_v3")
+    prompts = random_prompts(VOCAB, (5, 70, 300))
+    chosen = {"model": str(tmp_path), "dtype": dtype, "num_threads": 2}
+
+    def told(parts: list[list[list[int]]], **changes: Any) -> list[list[tuple[int, float | None]]]:
+        engine, found = load_engine(settings(**chosen, **changes)), list[list[tuple[int, float | None]]]()
+        for part in parts:
+            for index, prompt in enumerate(part):
+                engine.submit(request(str(index), prompt, greedy(8, logprobs=0)))
+            sampled = [one for output in drain(engine) for one in output.sampled]
+            for index in range(len(part)):
+                tokens = [one.token for one in sampled if one.request_id == str(index)]
+                found.append([(token.token_id, token.logprob) for token in tokens])
+        return found
+
+    alone = told([[prompt] for prompt in prompts])
+    assert told([prompts]) == alone
+    assert told([prompts, prompts], max_batched_tokens=48, max_mixed_tokens=16) == alone * 2
 
 
 def test_blocks_of_fp8_are_widened_those_of_the_latents_too(tmp_path: Path) -> None:
