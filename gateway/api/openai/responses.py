@@ -1,8 +1,5 @@
 """OpenAI's Responses API, as far as nothing has to be stored: one answer to what `input` holds."""
 
-from collections.abc import Sequence
-from dataclasses import InitVar, dataclass, field
-
 import msgspec
 
 from contracts.errors import TandemError
@@ -13,55 +10,43 @@ from gateway.api.openai.responses_input import honoured_tools
 from gateway.api.openai.responses_items import Body, CustomCallItem, FunctionCallItem, MessageItem, OutputItem
 from gateway.api.openai.schema import ResponsesRequest
 from gateway.api.response_formatter import LogprobEntries
+from gateway.api.single_answer import SingleAnswer
 from gateway.generation.generation_state import OutputDelta, ShownToken
 from gateway.generation.output_parser import OutputParserSpec
 from gateway.generation.usage import Usage
-from gateway.tool_calling.events import (
-    ContentDelta,
-    MalformedToolCall,
-    OutputEvent,
-    ReasoningDelta,
-    ToolCallArguments,
-    ToolCallFinished,
-    ToolCallStarted,
-    said_if_broken,
-)
+from gateway.tool_calling.events import ContentDelta, OutputEvent, ReasoningDelta
 from gateway.tool_calling.tool_choice import FlatCustomTool
 
 
-@dataclass
-class ResponsesFormatter:
+class ResponsesFormatter(SingleAnswer):
     """Bodies and events of one response; owned by the one who writes it, because its events are numbered.
 
-    `sampling`: of the answer. `reading`: how it is read; None if all of it is said. `entries`: how log-probabilities
-    are told; None if the client does not want them.
+    `sampling`: of the answer. `reading`: see SingleAnswer. `entries`: how log-probabilities are told; None if the
+    client does not want them.
     """
 
-    id: str
-    model: str
-    created: int
-    request: InitVar[ResponsesRequest]
-    sampling: SamplingParams
-    reading: OutputParserSpec | None = None
-    entries: LogprobEntries | None = None
-    ending: bytes = b""
-    _items: list[OutputItem] = field(default_factory=list)
-    _finish: str = FinishReason.STOP
-    _num_events: int = 0
-    _untold: list[ShownToken] = field(default_factory=list)
+    ending = b""
 
-    def __post_init__(self, request: ResponsesRequest) -> None:
+    def __init__(
+        self,
+        id: str,
+        model: str,
+        created: int,
+        request: ResponsesRequest,
+        sampling: SamplingParams,
+        reading: OutputParserSpec | None = None,
+        entries: LogprobEntries | None = None,
+    ) -> None:
+        super().__init__(reading)
+        self.id, self._model, self._created = id, model, created
+        self._sampling, self._entries = sampling, entries
+        self._items: list[OutputItem] = []
+        self._num_events = 0
+        self._untold: list[ShownToken] = []
         tools = honoured_tools(request)
         self._custom = frozenset(tool.name for tool in tools if isinstance(tool, FlatCustomTool))
         asked = _asked(request) | {"tools": tools}
         self._asked = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in asked.items()}
-        self._read = None if self.reading is None else self.reading.begin()
-
-    @property
-    def reasoning_tokens(self) -> int | None:
-        if self._read is None or self.reading is None or self.reading.thinking is None:
-            return None
-        return self._read.num_thought
 
     def opening(self, index: int, usage: Usage) -> list[Body]:
         started = self._body("in_progress", None)
@@ -69,15 +54,6 @@ class ResponsesFormatter:
             {"type": "response.created", "response": started},
             {"type": "response.in_progress", "response": started},
         ]
-
-    def chunk(self, piece: OutputDelta) -> list[Body]:
-        return [body for event in self._events(piece) for body in self._told(event)]
-
-    def choice(self, pieces: Sequence[OutputDelta]) -> Body:
-        events = [event for piece in pieces for event in self._events(piece)]
-        for event in said_if_broken(events):
-            self._told(event)
-        return {}
 
     def whole(self, choices: list[Body], usage: Usage) -> Body:
         self._end()
@@ -101,28 +77,11 @@ class ResponsesFormatter:
 
     @property
     def _status(self) -> str:
-        return "incomplete" if self._finish == FinishReason.LENGTH else "completed"
+        return "incomplete" if self.finish == FinishReason.LENGTH else "completed"
 
     def _events(self, piece: OutputDelta) -> list[OutputEvent]:
-        self._finish = piece.finish or self._finish
         self._untold += piece.shown
-        return [ContentDelta(piece.text)] if self._read is None else self._read.feed(piece)
-
-    def _told(self, event: OutputEvent) -> list[Body]:
-        if isinstance(event, ReasoningDelta | ContentDelta):
-            return self._more(event) if event.text else []
-        if self.reading is None or not self.reading.is_wanted(event.index):
-            return self._more(ContentDelta(event.text)) if isinstance(event, MalformedToolCall) else []
-        match event:
-            case ToolCallStarted():
-                assert self.reading.form is not None, "nothing is read as a call without a form"
-                return self._begin(self._call(event.name, self.reading.form.new_id()))
-            case ToolCallArguments():
-                return [told] if (told := self._items[-1].delta(event.text)) else []
-            case ToolCallFinished():
-                return self._close("completed")
-            case MalformedToolCall():  # in a stream: what came of it was told, and is none
-                return self._close("incomplete")
+        return super()._events(piece)
 
     def _more(self, event: ReasoningDelta | ContentDelta) -> list[Body]:
         is_thought, last = isinstance(event, ReasoningDelta), self._items[-1] if self._items else None
@@ -137,7 +96,16 @@ class ResponsesFormatter:
 
         A message has its own alone, not those of reasoning."""
         tokens, self._untold = self._untold, []
-        return [] if is_thought or self.entries is None else list(map(self.entries.content, tokens))
+        return [] if is_thought or self._entries is None else list(map(self._entries.content, tokens))
+
+    def _begin_call(self, name: str, call_id: str) -> list[Body]:
+        return self._begin(self._call(name, call_id))
+
+    def _more_arguments(self, text: str) -> list[Body]:
+        return [told] if (told := self._items[-1].delta(text)) else []
+
+    def _end_call(self, is_whole: bool) -> list[Body]:
+        return self._close("completed" if is_whole else "incomplete")
 
     def _call(self, name: str, call_id: str) -> OutputItem:
         self._untold.clear()
@@ -170,16 +138,16 @@ class ResponsesFormatter:
         return {
             "id": self.id,
             "object": "response",
-            "created_at": self.created,
+            "created_at": self._created,
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "model": self.model,
+            "model": self._model,
             "output": [item.body() for item in self._items],
             "previous_response_id": None,
             "store": False,
-            "temperature": self.sampling.temperature,
-            "top_p": self.sampling.top_p,
+            "temperature": self._sampling.temperature,
+            "top_p": self._sampling.top_p,
             "usage": None if usage is None else _usage(usage),
             **self._asked,
         }
