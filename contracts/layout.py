@@ -10,10 +10,12 @@ import msgspec
 from contracts.errors import ConfigError, LayoutMismatch
 
 ITEM_NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
-ROW_KINDS = ("draft_row",)
+ROW_KINDS = ("draft_row", "state")
 """The kinds of groups that keep one row for a block, which belongs to its last token, and not one for each token."""
-SHORT_KINDS = ("window", "segment")
-"""The kinds of groups whose pages are needed for a shorter time than their sequence lives: they have a `span`."""
+SPAN_KINDS = ("window", "segment")
+"""The kinds of groups whose layers see a `span` of tokens."""
+SHORT_KINDS = (*SPAN_KINDS, "state")
+"""The kinds of groups whose pages are needed for a shorter time than their sequence lives."""
 
 
 class KVGroup(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
@@ -24,8 +26,10 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     is the keys and values of every token, "latent" a row for each token that is key and value of all heads (multi-head
     latent attention), "window" those of layers that see the newest `span` tokens, "segment" those of layers that see
     what came since the last multiple of `span`, "draft" those of a draft head, "draft_row" the state with which a draft
-    goes on behind a block. `scales` says where quantization scales are kept ("none": not quantized).
-    `weights` is the fingerprint of weights that are not the model's, such as a draft head's; empty if there are none.
+    goes on behind a block, "state" that of recurrent layers behind a block's last token, or behind the newest one in
+    the block that is being filled: only some blocks have such a page. `scales` says where quantization scales are kept
+    ("none": not quantized). `weights` is the fingerprint of weights that are not the model's, such as a draft head's;
+    empty if there are none.
     """
 
     kind: str = "full"
@@ -43,6 +47,11 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     def is_short(self) -> bool:
         """Return whether a sequence needs only the pages of its latest tokens."""
         return self.kind in SHORT_KINDS
+
+    @property
+    def is_state(self) -> bool:
+        """Return whether a page is a state, of which only some blocks have one, and not keys and values."""
+        return self.kind == "state"
 
     @property
     def is_optional(self) -> bool:
@@ -120,7 +129,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
             self._check_span(index, group)
 
     def _check_span(self, index: int, group: KVGroup) -> None:
-        if group.is_short != (group.span > 0):
+        if (group.kind in SPAN_KINDS) != (group.span > 0):
             raise ValueError(f"groups[{index}].span is {group.span}; its kind is {group.kind}")
         if group.is_short and group.block_size != self.block_size:
             raise ValueError(f"groups[{index}].block_size is {group.block_size}; blocks are {self.block_size}")
@@ -216,8 +225,9 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     def first_needed(self, index: int, num_tokens: int) -> int:
         """Return the first token whose pages in one group a continuation behind `num_tokens` tokens needs.
 
-        It is at the edge of a block, and such that the last full block of these tokens can be continued behind as well.
-        Every worker computes it: it says which pages of a prompt are kept, and which of them move.
+        It is at the edge of a block, and such that the last full block of these tokens can be continued behind as well;
+        of a state it is the block whose page is the state behind these tokens. Every worker computes it: it says which
+        pages of a prompt are kept, and which of them move.
         """
         group, end = self.groups[index], num_tokens // self.block_size * self.block_size
         match group.kind:
@@ -225,6 +235,8 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
                 return max(end - group.span + 1, 0) // self.block_size * self.block_size
             case "segment":
                 return end // group.span * group.span
+            case "state":
+                return max(num_tokens - 1, 0) // self.block_size * self.block_size
             case _:
                 return 0
 
@@ -236,10 +248,15 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         return [max(num_here, self.first_needed(index, continues_at)) for index in range(len(self.groups))]
 
     def most_blocks(self, index: int) -> int | None:
-        """Return the most blocks whose pages in one group a sequence needs at once; None if it needs all."""
+        """Return the most blocks whose pages in one group a sequence needs at once; None if it needs all.
+
+        Of a state these are the last full block, behind which others may go on, and the one that is being filled.
+        """
         group = self.groups[index]
         if not group.is_short:
             return None
+        if group.is_state:
+            return 2
         return -(-(group.span - 1) // self.block_size) + 1 if group.kind == "window" else group.span // self.block_size
 
     def difference(self, theirs: "KVLayout") -> tuple[str, object, object] | None:

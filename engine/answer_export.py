@@ -43,9 +43,12 @@ class AnswerExport:
     def begin(self, request_id: RequestId, num_known: int, most_tokens: int) -> None:
         """Keep what an answer is moved with that grows from `num_known` tokens to `most_tokens` meanwhile.
 
-        Raises OutOfBlocks if there is no room for that, or some of it is gone.
+        Raises OutOfBlocks if there is no room for that, or some of it is gone; always for recurrent layers, whose state
+        is overwritten while it would be read.
         """
         sequence, groups = self._table[request_id], self._pool.groups
+        if groups.has_states:
+            raise OutOfBlocks("the state of its recurrent layers is overwritten as it goes on")
         if sequence.lease is None:
             raise OutOfBlocks("the answer has no KV blocks now")
         blocks = sequence.blocks[: sequence.num_computed // self._pool.block_size]

@@ -12,7 +12,7 @@ from contracts.events import Token
 from contracts.ids import BlockId
 from contracts.layout import KVLayout
 from engine.adapters import LoadAdapter
-from engine.cache.kv_groups import GroupPageTable
+from engine.cache.group_page_table import GroupPageTable
 from engine.messages import PageChecksums
 from engine.sampling.host_sampler import Sampler
 from engine.sampling.prompt_logprobs import Scores

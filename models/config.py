@@ -120,11 +120,12 @@ class Multipliers:
 
 
 class AttentionKind(StrEnum):
-    """What a token sees in a layer: all before it, the newest of them, or those of its own segment."""
+    """What a token sees in a layer: all before it, the newest, those of its segment, or a state."""
 
     FULL = "full"
     WINDOW = "window"
     CHUNKED = "chunked"
+    RECURRENT = "recurrent"
 
 
 @dataclass(frozen=True)
@@ -205,6 +206,38 @@ class AttentionTemperature:
 
 
 @dataclass(frozen=True)
+class Recurrence:
+    """The gated delta rule of recurrent layers (Yang et al. 2024, Gated DeltaNet).
+
+    Each of `num_value_heads` has a matrix of `key_dim` times `value_dim`; `num_key_heads` share them out evenly.
+    Queries, keys and values go through a causal convolution over `conv_width` tokens before. `as_qwen3_next`: what
+    gives them is stored by key heads, and with their gates.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    as_qwen3_next: bool = False
+
+    @property
+    def group(self) -> int:
+        """The value heads of a key head."""
+        return self.num_value_heads // self.num_key_heads
+
+    @property
+    def mixed_width(self) -> int:
+        """The columns of query, key and values of one key head, which the convolution takes."""
+        return 2 * self.key_dim + self.group * self.value_dim
+
+    @property
+    def state_width(self) -> int:
+        """The numbers of a state that are a key head's: last inputs of the convolution, and matrices."""
+        return self.mixed_width * (self.conv_width - 1) + self.group * self.key_dim * self.value_dim
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Shapes and constants of one model.
 
@@ -218,6 +251,9 @@ class ModelConfig:
     `rotary_dim`: so many columns of a head are turned, 0 for all. `window_rope`: that of windowed layers, where it is
     another. `latent`: all heads share a row of it, the one KV head; `head_dim` is the width of their q. Behind the
     layers there may be weights of `num_mtp_layers` for multi-token prediction.
+
+    `recurrent_layers` have a `recurrence` in place of attention. `output_gate`: what attention gives is multiplied by
+    the sigmoid of a gate, which is projected with q.
     """
 
     family: str
@@ -252,6 +288,9 @@ class ModelConfig:
     multipliers: Multipliers = Multipliers()
     latent: LatentAttention | None = None
     num_mtp_layers: int = 0
+    recurrence: Recurrence | None = None
+    recurrent_layers: tuple[int, ...] = ()
+    output_gate: bool = False
 
     @property
     def kv_width(self) -> int:
@@ -271,6 +310,8 @@ class ModelConfig:
 
     def layer(self, index: int) -> LayerSpec:
         """Return what one layer is made of."""
+        if index in self.recurrent_layers:
+            return LayerSpec(AttentionKind.RECURRENT, None)
         is_windowed, rope = index in self.windowed_layers, Rope(self.rope_theta, self.rope_scaling)
         narrow = AttentionKind.CHUNKED if self.segment else AttentionKind.WINDOW
         if is_windowed and self.window_rope is not None:

@@ -3,9 +3,9 @@
 from typing import Any
 
 from contracts.errors import ConfigError
-from models.config import Experts
+from models.config import Experts, Recurrence
 
-FULL, WINDOWED = "full_attention", "sliding_attention"
+FULL, WINDOWED, RECURRENT = "full_attention", "sliding_attention", "linear_attention"
 
 
 def windowed_layers(kinds: Any, num_layers: int, source: str) -> tuple[int, ...]:
@@ -13,6 +13,41 @@ def windowed_layers(kinds: Any, num_layers: int, source: str) -> tuple[int, ...]
     if len(kinds) != num_layers or not {*kinds} <= {WINDOWED, FULL}:
         raise ConfigError(f"{source}: layer_types must say {WINDOWED} or {FULL} for each layer")
     return tuple(layer for layer, kind in enumerate(kinds) if kind == WINDOWED)
+
+
+def recurrent_fields(config: dict[str, Any], source: str, as_qwen3_next: bool = False) -> dict[str, Any]:
+    """Return the recurrent layers of a config.json, and the gate of the others.
+
+    `as_qwen3_next`: see Recurrence. Raises ConfigError for what would give wrong text if it were ignored.
+    """
+    num_layers, step = config["num_hidden_layers"], config.get("full_attention_interval", 4)
+    kinds = config.get("layer_types")
+    if kinds is None:
+        kinds = [RECURRENT if (layer + 1) % step else FULL for layer in range(num_layers)]
+    if len(kinds) != num_layers or {*kinds} != {RECURRENT, FULL}:
+        raise ConfigError(f"{source}: layer_types must say {RECURRENT} or {FULL} for each layer, and have both")
+    if not config.get("attn_output_gate", True):
+        raise ConfigError(f"{source}: attn_output_gate is false: attention without a gate is not supported")
+    names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+    counts = {name: config[f"linear_{name}"] for name in names}
+    for name, count in counts.items():
+        if type(count) is not int or count < 1:
+            raise ConfigError(f"{source}: linear_{name} is {count!r}; a whole number above 0 is expected")
+    values, keys = counts["num_value_heads"], counts["num_key_heads"]
+    if values % keys:
+        raise ConfigError(f"{source}: linear_num_value_heads is {values}, no multiple of linear_num_key_heads, {keys}")
+    return {
+        "recurrence": Recurrence(
+            num_key_heads=keys,
+            num_value_heads=values,
+            key_dim=counts["key_head_dim"],
+            value_dim=counts["value_head_dim"],
+            conv_width=counts["conv_kernel_dim"],
+            as_qwen3_next=as_qwen3_next,
+        ),
+        "recurrent_layers": tuple(layer for layer, kind in enumerate(kinds) if kind == RECURRENT),
+        "output_gate": True,
+    }
 
 
 def mixture(config: dict[str, Any], source: str, width: int, renormalize: bool, **features: Any) -> Experts:

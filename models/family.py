@@ -16,13 +16,16 @@ class TensorNames:
     """How a family's safetensors are stored, where it is not as Llama's are.
 
     `renamed`: pieces of stored names and what stands for each in Llama's, replaced in this order. `left_out`: prefixes
-    of what belongs to other parts of a model, as a vision tower. `fused`: modules that are stored as one, one below the
-    other, by the end of that one's name. `gain_offset` is added to the gains of norms. `interleaved`: rows of q and k
-    have the two parts of a rotary pair side by side.
+    of what belongs to other parts of a model, as a vision tower; `drafting`: of layers that predict further tokens
+    (MTP), which are not read either. `stacked_experts`: those of a layer may be one tensor, `[experts, n, k]`.
+    `fused`: modules that are stored as one, one below the other, by the end of that one's name. `gain_offset` is added
+    to the gains of norms. `interleaved`: rows of q and k have the two parts of a rotary pair side by side.
     """
 
     renamed: tuple[tuple[str, str], ...] = ()
     left_out: tuple[str, ...] = ()
+    drafting: tuple[str, ...] = ()
+    stacked_experts: bool = False
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     gain_offset: float = 0.0
     interleaved: bool = False

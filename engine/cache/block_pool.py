@@ -191,6 +191,7 @@ class BlockPool:
         else:
             self.generations[block] += 1
             self._free.append(block)
+            self.groups.free_idle(block)
 
 
 def _bytes_of(token_ids: Sequence[int]) -> bytes:

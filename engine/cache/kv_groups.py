@@ -1,124 +1,27 @@
-"""The pages of groups of layers that live shorter than a sequence: windows and segments.
+"""The pages of groups of layers that live shorter than a sequence.
 
-The blocks of BlockPool are what sequences, the prefix cache and transfers speak of. A group of full attention has a
-page for each of them, of the same number. A group of short life has fewer pages, and a table of the blocks that have
-one: a page is attached when its block is computed or arrives, held while a sequence needs it, and evicted for another
-block's sake once nobody does. A cached prefix serves only up to a boundary behind which every group has what a
-continuation needs (KVLayout.first_needed).
+These are windows, segments and recurrent states. The blocks of BlockPool are what sequences, the prefix cache and
+transfers speak of. A group of full attention has a page for each of them, of the same number. A group of short life has
+fewer pages, and a table of the blocks that have one: a page is attached when its block is computed or arrives, held
+while a sequence needs it, and evicted for another block's sake once nobody does. A cached prefix serves only up to a
+boundary behind which every group has what a continuation needs (KVLayout.first_needed).
+
+A state is overwritten as its sequence goes on. The page of a block that is being filled is the live one; that of a full
+block is a snapshot at its end. Snapshots are made where a step ends and where others may go on, and of other blocks
+there is none: each takes as much room as the KV of hundreds of tokens.
 
 Plain accounting, as BlockPool: it never sees the bytes.
 """
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from contracts.ids import BlockId
 from contracts.layout import KVLayout
+from engine.cache.group_page_table import ABSENT, GroupPageTable
 from engine.page_lease import PageLease
-
-ABSENT = -1
-
-
-class GroupPageTable:
-    """The pages of one group of short life, and which block has which of them.
-
-    `page_of` int32 `[num_blocks]`: the page of a block, or ABSENT; a cache reads it. A page is held, or idle (its block
-    may be found again), or free. Idle pages that a sequence has passed are evicted before those at which one ended, or
-    from which another went on.
-
-    If the cache `is_whole`, there is a page for every block, of the same number, and none is ever evicted.
-    """
-
-    def __init__(self, num_blocks: int, num_pages: int) -> None:
-        self.num_pages = min(num_pages, num_blocks)
-        self.is_whole = self.num_pages == num_blocks
-        self.page_of = np.full(num_blocks, ABSENT, np.int32)
-        self.promised = 0
-        """The pages that leases may hold at most, together; those that several hold are counted for each."""
-        self._block_of = [ABSENT] * self.num_pages
-        self._holds = [0] * self.num_pages
-        self._free = dict.fromkeys(range(self.num_pages - 1, -1, -1))
-        self._passed: OrderedDict[int, None] = OrderedDict()
-        self._kept: OrderedDict[int, None] = OrderedDict()
-
-    @property
-    def num_spare(self) -> int:
-        """Return the pages that are not promised to anybody."""
-        return self.num_pages - self.promised
-
-    @property
-    def num_held(self) -> int:
-        return self.num_pages - len(self._free) - len(self._passed) - len(self._kept)
-
-    @property
-    def num_cached(self) -> int:
-        """Return the pages that nobody holds, and that may be found again."""
-        return len(self._passed) + len(self._kept)
-
-    def hold(self, block: int) -> None:
-        """Hold the page of a block, a new one if it has none; its content is undefined then."""
-        page = int(self.page_of[block])
-        if page == ABSENT:
-            page = self._take(block)
-            self.page_of[block], self._block_of[page] = page, block
-        elif not self._holds[page]:
-            (self._kept if page in self._kept else self._passed).pop(page)
-        self._holds[page] += 1
-
-    def let_go(self, block: int, is_passed: bool) -> None:
-        """Drop a hold. The last makes the page idle, as one that was passed or not."""
-        page = int(self.page_of[block])
-        assert page != ABSENT and self._holds[page] > 0, f"block {block} let go more often than held"
-        self._holds[page] -= 1
-        if self._holds[page] == 0:
-            (self._passed if is_passed else self._kept)[page] = None
-
-    def fill(self, block: int) -> None:
-        """Note that a block's page has its content, without a hold; of a cache that is whole."""
-        assert self.is_whole, "a page that nobody holds would be evicted"
-        if self.page_of[block] == ABSENT:
-            self.hold(block)
-            self.let_go(block, is_passed=True)
-
-    def forget(self, blocks: Iterable[int]) -> None:
-        """Free the pages of blocks whose content is void; nobody holds them."""
-        for block in blocks:
-            if (page := int(self.page_of[block])) != ABSENT:
-                assert not self._holds[page], f"block {block} is emptied, and its page {page} is held"
-                (self._kept if page in self._kept else self._passed).pop(page)
-                self._detach(page)
-                self._free[page] = None
-
-    def check(self, expected: Counter[int]) -> None:
-        """Raise AssertionError unless each page is in one state, and held as often as `expected` of its block."""
-        idle = Counter([*self._free, *self._passed, *self._kept])
-        for page, holds in enumerate(self._holds):
-            block = self._block_of[page]
-            assert idle[page] == (0 if holds else 1), f"page {page}: {holds} holds, idle {idle[page]} times"
-            assert (block == ABSENT) == (page in self._free), f"page {page} is free with block {block}, or not without"
-            assert block == ABSENT or self.page_of[block] == page, f"block {block} has not page {page}"
-            assert not self.is_whole or block in (ABSENT, page), f"block {block} has page {page} of a whole cache"
-            assert holds == (0 if block == ABSENT else expected[block]), f"block {block} is held {holds} times"
-        assert (self.page_of != ABSENT).sum() == sum(block != ABSENT for block in self._block_of)
-        assert self.is_whole or self.promised <= self.num_pages, f"{self.promised} of {self.num_pages} pages promised"
-
-    def _take(self, block: int) -> int:
-        if self.is_whole:
-            del self._free[block]
-            return block
-        if self._free:
-            return self._free.popitem()[0]
-        idle = self._passed or self._kept
-        assert idle, "more pages are held than were promised"
-        page = idle.popitem(last=False)[0]
-        self._detach(page)
-        return page
-
-    def _detach(self, page: int) -> None:
-        self.page_of[self._block_of[page]] = ABSENT
-        self._block_of[page] = ABSENT
 
 
 class KVGroups:
@@ -141,7 +44,12 @@ class KVGroups:
     @property
     def are_whole(self) -> bool:
         """Return whether every block has a page in every group as long as it lives."""
-        return all(table.is_whole for _, table in self._groups)
+        return not self.has_states and all(table.is_whole for _, table in self._groups)
+
+    @property
+    def has_states(self) -> bool:
+        """Return whether there are recurrent layers: chunks of prompts end at blocks' edges, as snapshots do."""
+        return any(self._layout.groups[index].is_state for index, _ in self._groups)
 
     def usage(self) -> dict[str, int]:
         """Return how many pages there are, are held, and may be found again; nothing without groups."""
@@ -217,10 +125,13 @@ class KVGroups:
             self._promise(table, lease.weight(number) - before)
 
     def limit(self, lease: PageLease, first_token: int, end: int) -> int:
-        """Return up to which token, `end` at most, a chunk finds pages; that is a block at least."""
+        """Return up to which token, `end` at most, a chunk finds pages; that is a block at least.
+
+        A state's take no more for a longer one.
+        """
         size = self._layout.block_size
         for number, (index, table) in enumerate(self._groups):
-            if not table.is_whole:
+            if not table.is_whole and not self._layout.groups[index].is_state:
                 room = lease.weight(number) + table.num_spare
                 end = min(end, (self._start(index, first_token // size) + room) * size)
         return end
@@ -235,23 +146,28 @@ class KVGroups:
         """
         size, num_blocks = self._layout.block_size, self._layout.num_blocks(end)
         for number, (index, table) in enumerate(self._groups):
-            held, before = lease.held[number], lease.weight(number)
-            start = max(self._start(index, needed_at // size), first_block)
+            held, is_state = lease.held[number], self._layout.groups[index].is_state
+            start = max(self._layout.first_needed(index, needed_at) // size, first_block)
             if start in held and num_blocks - 1 in held:  # without a gap, as most steps of an answer find it
                 continue
-            for place in [place for place in range(start, num_blocks) if place not in held]:
-                block = blocks[place - first_block]
+            wanted = self._snapshots(lease, needed_at, end, start) if is_state else range(start, num_blocks)
+            for place in [place for place in wanted if place not in held]:
+                is_needed = not is_state or place == num_blocks - 1 or (place == start and needed_at > 0)
+                if not is_needed and not self._has_room(lease, number):
+                    continue
+                block, before = blocks[place - first_block], lease.weight(number)
                 has_page = table.page_of[block] != ABSENT
                 assert has_page or place * size >= num_known, f"block {block} has lost its page"
                 table.hold(block)
                 held[place] = block
-            self._promise(table, lease.weight(number) - before)
+                self._promise(table, lease.weight(number) - before)
 
     def settle(self, lease: PageLease, num_tokens: int) -> None:
         """Let go what a continuation behind `num_tokens` does not need, unless it is pinned."""
         for number, (index, _) in enumerate(self._groups):
-            start = self._start(index, num_tokens // self._layout.block_size)
-            if start - 1 in lease.held[number]:
+            start, held = self._start(index, num_tokens // self._layout.block_size), lease.held[number]
+            has_gaps = self._layout.groups[index].is_state
+            if any(place < start for place in held) if has_gaps else start - 1 in held:
                 self._pass(lease, number, start)
 
     def drop_behind(self, lease: PageLease, num_blocks: int) -> None:
@@ -322,6 +238,12 @@ class KVGroups:
             for _, table in self._groups:
                 table.fill(block)
 
+    def free_idle(self, block: int) -> None:
+        """Take note that nobody finds a block any more: pages of it that nobody holds are free."""
+        for _, table in self._groups:
+            if not table.is_whole:
+                table.free_idle(block)
+
     def forget(self, blocks: Sequence[int]) -> None:
         """Take note that the content of these blocks is void."""
         for _, table in self._groups:
@@ -334,6 +256,23 @@ class KVGroups:
             table.check(Counter(block for lease in known for block in lease.held[number].values()))
             promised = 0 if table.is_whole else sum(lease.weight(number) for lease in known)
             assert table.promised == promised, f"{table.promised} pages are promised, {promised} to known leases"
+
+    def _snapshots(self, lease: PageLease, needed_at: int, end: int, start: int) -> list[int]:
+        """Return the blocks, from `start` on, whose states computing tokens `needed_at` to `end` takes.
+
+        Those that it reads and ends with come first. The others can be done without: the last full block, and those at
+        whose end others go on, or would.
+        """
+        size = self._layout.block_size
+        needed = [start, self._layout.num_blocks(end) - 1] if needed_at else [self._layout.num_blocks(end) - 1]
+        branches = [branch - 1 for branch in lease.branches if needed_at < branch * size <= end]
+        wanted = dict.fromkeys([*needed, end // size - 1, *branches])
+        return [place for place in wanted if start <= place <= needed[-1]]
+
+    def _has_room(self, lease: PageLease, number: int) -> bool:
+        """Return whether a lease may hold one page more."""
+        table = self._groups[number][1]
+        return table.is_whole or len(lease.held[number]) < lease.quotas[number] or table.num_spare > 0
 
     def _pass(self, lease: PageLease, number: int, start: int) -> None:
         """Let go the pages before block `start`, but for those that are pinned."""

@@ -12,13 +12,15 @@ import msgspec
 from checkpoint import Checkpoint
 from checkpoint.fingerprint import weights_fingerprint
 from contracts.errors import ConfigError
-from contracts.layout import KVLayout
+from contracts.layout import KVGroup, KVLayout
 from engine.cache.kv_groups import pages_of_sequence
 from engine.settings import EngineSettings
-from models.config import ModelConfig
+from models.config import ModelConfig, Recurrence
 
 MIN_BLOCKS = 2
 """The fewest blocks of a cache that an engine starts with."""
+MIN_STATES = 4
+"""The fewest states: two sequences' at a time, or those of one that comes from elsewhere."""
 DEFAULT_TOKENS = 16384
 """The tokens that a cache in host memory holds where no setting sizes it: what a trial needs."""
 _MEMORY_SHARE = 0.15
@@ -46,11 +48,14 @@ def kv_layout(
 
     `variant`: set where KV is not to meet that of the model's other workers at all: the two parts of a rotary pair lie
     otherwise than side by side, or activations are rounded otherwise. `by_span`: layers that see a window or a segment
-    are a group of their own; else all layers are one.
+    are a group of their own; else all layers that attend are one. Recurrent layers always are a group of their own,
+    whose pages are states in float32.
     """
     config = checkpoint.config
     model = f"{_fingerprint(config)}-{weights_fingerprint(checkpoint.path)}{variant}"
     layout = one_group_layout(config, block_size, dtype, model, rounding)
+    if config.recurrence is not None:
+        return msgspec.structs.replace(layout, groups=_with_state(config, config.recurrence, layout))
     if not by_span or not config.windowed_layers:
         return layout
     (whole,) = layout.groups
@@ -73,6 +78,22 @@ def one_group_layout(config: ModelConfig, block_size: int, dtype: str, model: st
         rounding=rounding,
         is_latent=config.latent is not None,
     )
+
+
+def _with_state(config: ModelConfig, recurrence: Recurrence, layout: KVLayout) -> tuple[KVGroup, KVGroup]:
+    """Return the groups of a model with recurrent layers."""
+    (whole,) = layout.groups
+    full = tuple(layer for layer in whole.layers if layer not in config.recurrent_layers)
+    state = KVGroup(
+        kind="state",
+        layers=config.recurrent_layers,
+        planes=("state",),
+        num_kv_heads=recurrence.num_key_heads,
+        head_dim=recurrence.state_width,
+        block_size=layout.block_size,
+        dtype="float32",
+    )
+    return msgspec.structs.replace(whole, layers=full), state
 
 
 def _fingerprint(config: ModelConfig) -> str:
@@ -105,6 +126,8 @@ def cache_size(
 
     Raises ConfigError for fewer than MIN_BLOCKS.
     """
+    if (index := state_group(layout)) is not None:
+        return _size_with_states(nbytes, layout, index, settings)
     whole = blocks_in(nbytes, layout, draft_nbytes)
     short = [index for index, group in enumerate(layout.groups) if group.is_short]
     sizes = [layout.group_nbytes(index) for index in short]
@@ -128,6 +151,40 @@ def cache_size(
     return CacheSize(num_blocks, num_pages, nbytes - left + num_blocks * full_nbytes)
 
 
+def state_group(layout: KVLayout) -> int | None:
+    """Return the index of the group of recurrent layers, or None."""
+    return next((index for index, group in enumerate(layout.groups) if group.is_state), None)
+
+
+def _size_with_states(nbytes: int, layout: KVLayout, index: int, settings: EngineSettings) -> CacheSize:
+    """Return what fits of a model with recurrent layers: states take half at most.
+
+    Raises ConfigError for fewer than MIN_STATES or MIN_BLOCKS, and where whole blocks are to be kept.
+    """
+    if settings.keeps_whole_blocks:
+        raise ConfigError(
+            "keeps_whole_blocks is True, as tiers below the KV cache need it, and this model has recurrent layers, "
+            "whose states are kept of some blocks alone: start the worker without tiers"
+        )
+    state_nbytes = layout.group_nbytes(index)
+    full_nbytes = layout.block_nbytes - state_nbytes
+    num_states = min(most_states(layout, index, settings), nbytes // 2 // state_nbytes)
+    num_blocks = (nbytes - num_states * state_nbytes) // full_nbytes
+    if num_states < MIN_STATES or num_blocks < MIN_BLOCKS:
+        least = max(2 * MIN_STATES * state_nbytes, MIN_STATES * state_nbytes + MIN_BLOCKS * full_nbytes)
+        raise ConfigError(
+            f"kv_cache_nbytes is {nbytes}; {MIN_STATES} states of {state_nbytes} bytes and {MIN_BLOCKS} blocks of "
+            f"{layout.block_size} tokens need {least}: raise it, a worker's {_SETTING}"
+        )
+    num_states = min(num_states, num_blocks)
+    return CacheSize(num_blocks, (num_states,), num_states * state_nbytes + num_blocks * full_nbytes)
+
+
+def most_states(layout: KVLayout, index: int, settings: EngineSettings) -> int:
+    """Return how many states are of use: those of all that may run, and as many to be found again."""
+    return 2 * pages_of_sequence(layout, index) * settings.max_num_seqs
+
+
 def cache_nbytes(settings: EngineSettings, layout: KVLayout, available_nbytes: int) -> int:
     """Return the size of a cache in host memory.
 
@@ -140,7 +197,10 @@ def cache_nbytes(settings: EngineSettings, layout: KVLayout, available_nbytes: i
     if wanted is None:
         num_blocks = layout.num_blocks(max(DEFAULT_TOKENS, settings.max_model_len or 0))
         share = min(max(int(available_nbytes * _MEMORY_SHARE), _MIN_NBYTES), _MAX_NBYTES)
-        return min(num_blocks * layout.block_nbytes, share)
+        wanted = num_blocks * layout.block_nbytes
+        if (index := state_group(layout)) is not None:
+            wanted -= (num_blocks - most_states(layout, index, settings)) * layout.group_nbytes(index)
+        return min(wanted, share)
     if wanted > available_nbytes:
         raise ConfigError(
             f"kv_cache_nbytes is {wanted}; {available_nbytes} are available: lower it, a worker's {_SETTING}"
@@ -190,7 +250,12 @@ def log_capacity(layout: KVLayout, size: CacheSize) -> None:
     )
     short = [group for group in layout.groups if group.is_short]
     for group, num_pages in zip(short, size.num_pages, strict=True):
-        if num_pages < size.num_blocks:
+        if group.is_state:
+            _log.info(
+                "of %d recurrent layers it holds %d states of %.1f MiB, 2 for each running sequence",
+                group.num_layers, num_pages, group.block_nbytes / (1 << 20),
+            )  # fmt: skip
+        elif num_pages < size.num_blocks:
             _log.info(
                 "of %d layers, which see a %s of %d tokens, it holds %d of these tokens",
                 group.num_layers, group.kind, group.span, num_pages * layout.block_size,

@@ -11,6 +11,7 @@ from engine.cpu.decode_attention import computes_rows_alike, most_tokens, plan_d
 from engine.cpu.grouped_cache import AnyKVCache
 from engine.cpu.head_shape import HeadShape
 from engine.cpu.kv_cache import CachePart, KVCache
+from engine.cpu.state_cache import StateUpdate, plan_states
 from engine.model.chunked_attention import AttentionChunks, cut
 from engine.model.logit_rows import tail_rows, tails
 from engine.sampling.prompt_logprobs import PromptLogprobSpan
@@ -57,7 +58,8 @@ class Inputs:
     `tails`: None if all rows go to the end. Of those that do, `sample_rows` are the ones whose logits are wanted at
     once, `score_rows` those whose logits are wanted part by part.
 
-    The first `num_answer_rows` rows belong to answers, as do the first `num_answer_samples` of `sample_rows`.
+    The first `num_answer_rows` rows belong to answers, as do the first `num_answer_samples` of `sample_rows`. `states`:
+    of recurrent layers, if there are any.
 
     `write_index`: where K and V of the batch go. `blank_index`: what is left of the blocks that its sequences enter, if
     anything is. Attention reads whole blocks: what it masks weighs nothing, but a NaN would, which a former owner left.
@@ -73,6 +75,7 @@ class Inputs:
     num_answer_samples: int
     attention: AttentionPlans
     logit_rows: LogitRows | None
+    states: StateUpdate | None
 
 
 def prepare(
@@ -113,6 +116,7 @@ def prepare(
         num_answer_samples=int((samples & answers).sum()),
         attention=_plans(rows, decodes, heads, cache),
         logit_rows=None if len(left) == len(owners) else _tails(rows, lasts, left, decodes, heads, cache),
+        states=None if cache.state is None else plan_states(pieces, cache.state),
     )
 
 

@@ -12,14 +12,15 @@ from dataclasses import dataclass
 import torch
 
 from engine.cpu.attention import attend
-from engine.cpu.batch_inputs import AttentionPlans, Inputs
+from engine.cpu.batch_inputs import Inputs, LogitRows
 from engine.cpu.decoder_layer import CpuLayerWeights, Residual
 from engine.cpu.grouped_cache import AnyKVCache
-from engine.cpu.head_projection import HeadProjection
+from engine.cpu.head_projection import HeadProjection, Projection
 from engine.cpu.head_shape import head_shape
 from engine.cpu.linear import Linear
 from engine.cpu.lora import LayerLora, LoraRows
-from engine.cpu.rotary_turns import RotaryTurns
+from engine.cpu.recurrent_layer import RecurrentMixer
+from engine.cpu.rotary_turns import RotaryTurns, RowTurns
 from models.config import ModelConfig
 
 Ends = Callable[[torch.Tensor, int], torch.Tensor]
@@ -84,17 +85,19 @@ class Decoder:
             if index in self._aux_layers:
                 aux[index] = x
             own = None if lora is None else LayerLora(lora, index)
-            q = self._queries(layer, x, turns.of(layer.is_rotated, layer.has_window), inputs, cache, index, own)
-            mixed = self._attend(layer, q, cache, index, inputs.attention)
+            mixed = self._mix(layer, x, turns, inputs, cache, index, own)
             x = self._residual.behind(layer, x, mixed, inputs.num_answer_rows, own)
         if len(layers) in self._aux_layers:
             aux[len(layers)] = x
         own = None if lora is None else LayerLora(lora, len(layers))
-        q = self._queries(last, x, turns.of(last.is_rotated, last.has_window), inputs, cache, len(layers), own)
-        if len(layers) + 1 in self._aux_layers:
-            ends, aux[len(layers) + 1] = self._all_ends(x, q, inputs, cache, own)
+        # Only rows whose logits are wanted go past the last K and V: 3 % of a prompt's work, and all of the head's.
+        is_whole = len(layers) + 1 in self._aux_layers
+        left = None if is_whole else inputs.logit_rows
+        mixed = self._mix(last, x, turns, inputs, cache, len(layers), own, left)
+        if is_whole:
+            ends, aux[len(layers) + 1] = self._all_ends(x, mixed, inputs, own)
         else:
-            ends = self._wanted_ends(x, q, inputs, cache, own)
+            ends = self._wanted_ends(x, mixed, left, own)
         sampled = ends(inputs.sample_rows, inputs.num_answer_samples)
         return Logits(
             self._logits(sampled),
@@ -104,17 +107,12 @@ class Decoder:
         )
 
     def _wanted_ends(
-        self, x: torch.Tensor, q: torch.Tensor, inputs: Inputs, cache: AnyKVCache, lora: LayerLora | None
+        self, x: torch.Tensor, mixed: torch.Tensor, left: LogitRows | None, lora: LayerLora | None
     ) -> Ends:
-        """Return what computes the last layer's end.
-
-        Only rows whose logits are wanted go past the last K and V: 3 % of a prompt's work, and all of the head's.
-        """
-        last, attention = self._weights.layers[-1], inputs.attention
-        if inputs.logit_rows is not None:
-            x, q = x.index_select(0, inputs.logit_rows.rows), q.index_select(0, inputs.logit_rows.rows)
-            attention, lora = inputs.logit_rows.attention, None if lora is None else lora.at(inputs.logit_rows.rows)
-        mixed = self._attend(last, q, cache, len(self._weights.layers) - 1, attention)
+        """Return what computes the last layer's end, of the rows that are `left`."""
+        last = self._weights.layers[-1]
+        if left is not None:
+            x, lora = x.index_select(0, left.rows), None if lora is None else lora.at(left.rows)
 
         @torch.inference_mode()
         def ends(rows: torch.Tensor, num_answer_rows: int) -> torch.Tensor:
@@ -125,14 +123,13 @@ class Decoder:
         return ends
 
     def _all_ends(
-        self, x: torch.Tensor, q: torch.Tensor, inputs: Inputs, cache: AnyKVCache, lora: LayerLora | None
+        self, x: torch.Tensor, mixed: torch.Tensor, inputs: Inputs, lora: LayerLora | None
     ) -> tuple[Ends, torch.Tensor]:
         """Return what picks rows of the last layer's end, and all of them behind the final norm.
 
         The latter are `[M, hidden]`.
         """
         last = self._weights.layers[-1]
-        mixed = self._attend(last, q, cache, len(self._weights.layers) - 1, inputs.attention)
         whole = self._residual.behind(last, x, mixed, inputs.num_answer_rows, lora)
         wanted = whole if inputs.logit_rows is None else whole.index_select(0, inputs.logit_rows.rows)
         return lambda rows, _: wanted.index_select(0, rows), self._state(whole)
@@ -146,23 +143,54 @@ class Decoder:
         """`[len(ends), vocab]` float32."""
         return self._weights.head(self._residual.norm(ends, self._weights.final_gain)).float()
 
-    def _queries(
+    def _mix(
         self,
         layer: CpuLayerWeights,
         x: torch.Tensor,
-        turns: torch.Tensor,
+        turns: RowTurns,
+        inputs: Inputs,
+        cache: AnyKVCache,
+        index: int,
+        lora: LayerLora | None,
+        left: LogitRows | None = None,
+    ) -> torch.Tensor:
+        """`[rows, H * D]` before the output projection; K and V, or states, of all rows are written.
+
+        `left`: the rows that are wanted, if not all.
+        """
+        normed = self._residual.before(x, layer.attention_gain)
+        if isinstance(layer.projection, RecurrentMixer):
+            assert inputs.states is not None, "the cache has no states"
+            mixed = layer.projection(normed, inputs.num_answer_rows, inputs.states, index).to(cache.dtype)
+            return mixed if left is None else mixed.index_select(0, left.rows)
+        q = self._queries(layer, layer.projection, normed, turns, inputs, cache, index, lora)
+        gate = None if layer.output_gate is None else layer.output_gate(normed, inputs.num_answer_rows).float()
+        attention = inputs.attention
+        if left is not None:
+            q, attention = q.index_select(0, left.rows), left.attention
+            gate = None if gate is None else gate.index_select(0, left.rows)
+        mixed = attend(q, cache.pages(index), attention.of(layer.has_window), self.heads, layer.sinks_KG)
+        # Not torch.sigmoid, whose last few elements of a thread's share take another exponential than the others.
+        return mixed if gate is None else (mixed / (1 + torch.exp(-gate))).to(cache.dtype)
+
+    def _queries(
+        self,
+        layer: CpuLayerWeights,
+        projection: Projection,
+        normed: torch.Tensor,
+        turns: RowTurns,
         inputs: Inputs,
         cache: AnyKVCache,
         index: int,
         lora: LayerLora | None,
     ) -> torch.Tensor:
         """Return the rows' queries, `[M, H, D]`, and write their K and V."""
-        normed = self._residual.before(x, layer.attention_gain)
+        own = turns.of(layer.is_rotated, layer.has_window)
         if lora is None:
-            q, kv = layer.projection(normed, turns, inputs.num_answer_rows, cache.dtype)
+            q, kv = projection(normed, own, inputs.num_answer_rows, cache.dtype)
         else:
-            assert isinstance(layer.projection, HeadProjection), "an adapter of latent attention was loaded"
-            q, kv = layer.projection(normed, turns, inputs.num_answer_rows, cache.dtype, lora)
+            assert isinstance(projection, HeadProjection), "an adapter of latent attention was loaded"
+            q, kv = projection(normed, own, inputs.num_answer_rows, cache.dtype, lora)
         # In words of 8 bytes, since index_copy_ goes element by element: a third of the time in bfloat16. In
         # words of 4 where those of 8 don't make up a head.
         word = torch.int64 if self.heads.head_dim % 4 == 0 else torch.int32
@@ -172,9 +200,3 @@ class Decoder:
         if inputs.blank_index is not None:
             rows.index_fill_(0, inputs.blank_index.of(layer.has_window), 0)
         return q
-
-    def _attend(
-        self, layer: CpuLayerWeights, q: torch.Tensor, cache: AnyKVCache, index: int, attention: AttentionPlans
-    ) -> torch.Tensor:
-        """`[rows, H * D]` before the output projection."""
-        return attend(q, cache.pages(index), attention.of(layer.has_window), self.heads, layer.sinks_KG)

@@ -10,6 +10,7 @@ from engine.cpu.linear import PhasedLinear
 from engine.cpu.lora import LayerLora
 from engine.cpu.mlp import CpuMlp, GatedMlp
 from engine.cpu.norms import RmsNorm
+from engine.cpu.recurrent_layer import RecurrentMixer
 from models.config import ModelConfig, NormPlacement
 
 
@@ -18,10 +19,11 @@ class CpuLayerWeights:
     """Gains are times sqrt(width), or None where folded into the next linear.
 
     `is_rotated`: by rope. The `out` gains are of norms over what attention and MLP give, where a family has such.
+    `output_gate` gives what gates attention's output, if a family has that.
     """
 
     attention_gain: torch.Tensor | None
-    projection: Projection
+    projection: Projection | RecurrentMixer
     output: PhasedLinear | LatentOutput
     mlp_gain: torch.Tensor | None
     mlp: CpuMlp
@@ -30,6 +32,7 @@ class CpuLayerWeights:
     is_rotated: bool = True
     attention_out_gain: torch.Tensor | None = None
     mlp_out_gain: torch.Tensor | None = None
+    output_gate: PhasedLinear | None = None
 
     @property
     def is_uniform(self) -> bool:

@@ -8,7 +8,7 @@ import torch
 
 from contracts.ids import BlockId
 from contracts.layout import KVLayout
-from engine.cache.kv_groups import ABSENT, GroupPageTable
+from engine.cache.group_page_table import ABSENT, GroupPageTable
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -44,8 +44,10 @@ class KVCache:
     """The pages of all layers.
 
     `[num_planes, num_blocks, page]`, plane 2 * layer is K and 2 * layer + 1 is V, page `[kv_heads, block, head_dim]`. A
-    latent is one plane a layer. `group` is the layout's only one.
+    latent is one plane a layer. `group` is the layout's only one, and no `state`.
     """
+
+    state = None
 
     def __init__(self, layout: KVLayout, num_blocks: int) -> None:
         self.layout, self.group = layout, layout.only_group

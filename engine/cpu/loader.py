@@ -6,7 +6,7 @@ import torch
 
 from checkpoint import Checkpoint, Progress
 from engine.backend import Backend, Drafting
-from engine.cache.kv_groups import GroupPageTable
+from engine.cache.group_page_table import GroupPageTable
 from engine.cache.sizing import (
     cache_nbytes,
     cache_size,
@@ -48,7 +48,7 @@ def load_cpu_backend(settings: EngineSettings, checkpoint: Checkpoint, progress:
     source = open_weights(checkpoint)
     if (native := chosen_kernels(settings, checkpoint, source)) is not None:
         return load_native_backend(settings, checkpoint, source, native, torch.get_num_threads(), progress)
-    dtype = resolve_dtype(settings, source)
+    dtype = resolve_dtype(settings, source, checkpoint.config)
     number_format = FORMATS[dtype]
     layout = kv_layout(checkpoint, settings.block_size, number_format.kv_dtype, settings.rounding(dtype), by_span=True)
     head = open_head(settings, checkpoint, layout) or open_mtp(settings, checkpoint, layout)

@@ -31,6 +31,8 @@ def lora_loader(
     """Return what loads adapters of this model, None unless settings enable them."""
     if not settings.has_lora:
         return None
+    if checkpoint.config.recurrence is not None:
+        raise ConfigError("lora_modules or enable_lora is set, for a model with recurrent layers: not supported there")
     if checkpoint.config.latent is not None:
         raise ConfigError("lora_modules or enable_lora is set, for a model with latent attention: not supported there")
     reader = LoraReader(checkpoint.config, family_of(checkpoint.config.family, str(checkpoint.path)))

@@ -34,7 +34,10 @@ class CpuRunner:
         logits = self._model.forward(inputs, self._cache, wants_hidden(pieces), lora_rows(pieces))
         if self._reader is not None:
             self._reader.read(pieces, torch.cat(logits.aux, 1))
-        return Computed(logits.sampled, score(found, logits.scored), hidden=logits.hidden)
+        computed = Computed(logits.sampled, score(found, logits.scored), hidden=logits.hidden)
+        if inputs.states is not None:
+            inputs.states.commit()
+        return computed
 
     def forward_without_sampling(self, pieces: SequenceOf[ScheduledChunk]) -> Computed:
         return self.forward(pieces)

@@ -12,9 +12,11 @@ from engine.cpu.linear import Linear, NumberFormat, PhasedLinear
 from engine.cpu.mlp import ClampedMlp, CpuMlp, GatedMlp, GeluMlp
 from engine.cpu.moe import CpuGatedExpert, CpuMoE, CpuSharedExpertMoE
 from engine.cpu.mtp.head import MtpWeights
+from engine.cpu.recurrent_layer import RecurrentMixer, RecurrentWeights
 from engine.model_loader.checkpoint_weights import WeightSource
 from engine.model_loader.decoder_tensors import Expert, ModelTensors, layer_prefix, widened
 from engine.model_loader.latent_tensors import latent_tensors
+from engine.model_loader.recurrent_tensors import RecurrentTensors
 from models.config import Activation, AttentionKind, ModelConfig, NormPlacement
 
 _NORMS_BEFORE = ("input_layernorm", "post_attention_layernorm")
@@ -59,19 +61,41 @@ class CpuWeightLoader:
         prefix, spec = layer_prefix(index), self._config.layer(index)
         attention_gain, mlp_gain = (self._gain_before(prefix + name) for name in _NORMS_BEFORE)
         attention_out_gain, mlp_out_gain = (self._gain_after(prefix + name) for name in _NORMS_AFTER)
-        projection, output = self._attention(index, attention_gain)
+        is_recurrent = index in self._config.recurrent_layers
+        parts = self._recurrent(index, attention_gain) if is_recurrent else self._attention(index, attention_gain)
         return CpuLayerWeights(
             attention_gain=self._unfolded(attention_gain),
-            projection=projection,
-            output=output,
+            projection=parts[0],
+            output=parts[1],
             mlp_gain=self._unfolded(mlp_gain),
             mlp=self._mlp(index, mlp_gain),
             sinks_KG=self._sinks(prefix),
-            has_window=spec.attention is not AttentionKind.FULL,
+            has_window=spec.attention in (AttentionKind.WINDOW, AttentionKind.CHUNKED),
             is_rotated=spec.rope is not None,
             attention_out_gain=attention_out_gain,
             mlp_out_gain=mlp_out_gain,
+            output_gate=None if is_recurrent else self._output_gate(prefix, attention_gain),
         )
+
+    def _recurrent(self, index: int, gain: torch.Tensor | None) -> tuple[RecurrentMixer, PhasedLinear]:
+        """Return what a recurrent layer has in place of attention, and what comes after it."""
+        config = self._config
+        assert config.recurrence is not None, "no layer is recurrent"
+        tensors = RecurrentTensors(config.recurrence, config.hidden_size, self._source, layer_prefix(index))
+        weights = RecurrentWeights(
+            project=self._format.pack(self._fold(tensors.projection(), gain)),
+            rates=self._format.router(self._fold(tensors.rates(), gain), None),
+            conv_WKC=tensors.convolution(),
+            decay_H=-tensors.of_heads("A_log").exp(),
+            step_bias_H=tensors.of_heads("dt_bias"),
+            gain_V=tensors.gain() * config.recurrence.value_dim**0.5,
+        )
+        return RecurrentMixer(config.recurrence, weights, config.norm_eps), self._added(tensors.output(), None)
+
+    def _output_gate(self, prefix: str, gain: torch.Tensor | None) -> PhasedLinear | None:
+        if not self._config.output_gate:
+            return None
+        return self._format.pack(self._fold(self._tensors.output_gate(prefix), gain))
 
     def _attention(self, index: int, gain: torch.Tensor | None) -> tuple[Projection, PhasedLinear | LatentOutput]:
         """Return what comes before and after a layer's attention; `gain` is that of the norm before."""

@@ -20,7 +20,7 @@ from checkpoint.quantization import Quantization
 from contracts.errors import ConfigError
 from engine.model_loader.gguf_names import gguf_place
 from engine.model_loader.quantized_matrices import Quantized, QuantizedMatrices
-from models.config import ModelConfig
+from models.config import Experts, ModelConfig
 from models.family import GgufForm, TensorNames
 from models.registry import family_of
 
@@ -75,12 +75,13 @@ class TensorSlice:
 class FusedRows:
     """The place of a matrix in one that holds several.
 
-    `module` is that one's name, `height` its number of rows.
+    `module` is that one's name, `height` its number of rows. `expert`: which one's it is of a tensor of all experts.
     """
 
     module: str
     rows: range
     height: int
+    expert: int | None = None
 
     def require_height(self, shape: Sequence[int], name: str, source: Path) -> None:
         """Raise ConfigError for a matrix of another height, whose rows would be cut in other places."""
@@ -157,7 +158,9 @@ def open_weights(checkpoint: Checkpoint, to_device: ToDevice | None = None) -> S
         assert family.gguf is not None, "a GGUF file of it was not opened"
         source = GgufWeights(checkpoint.path, family.gguf, rows)
     else:
-        source = SafetensorsWeights(checkpoint.path, to_device, checkpoint.quantization, family.names, rows)
+        source = SafetensorsWeights(
+            checkpoint.path, to_device, checkpoint.quantization, family.names, rows, checkpoint.config.experts
+        )
     _require_layers(source.layers, checkpoint)
     return source
 
@@ -188,11 +191,14 @@ class SafetensorsWeights:
         quantization: Quantization | None = None,
         names: TensorNames = _AS_LLAMA,
         rows: Mapping[str, FusedRows] = MappingProxyType({}),
+        experts: Experts | None = None,
     ) -> None:
         self._folder, self._to_device, self._names = folder, to_device, names
         self.interleaved = names.interleaved
         self._files = tensor_files(folder)
         self._stored, self._rows = _with_parts(llama_names(self._files, names), rows)
+        if experts is not None and names.stacked_experts:
+            self._add_experts(experts)
         self.quantized = None if quantization is None else QuantizedMatrices(quantization, self._find, self._module)
 
     def tensor(self, name: str, cut: TensorSlice | None = None) -> torch.Tensor:
@@ -202,6 +208,27 @@ class SafetensorsWeights:
         if self._names.gain_offset and name.endswith(_GAIN):
             tensor = tensor.float() + self._names.gain_offset
         return tensor.float().contiguous() if self._to_device is None and tensor.is_floating_point() else tensor
+
+    def _add_experts(self, experts: Experts) -> None:
+        """Find the matrices of each expert in tensors of all of a layer, where there are such."""
+        width = experts.intermediate_size
+        parts = {"gate_up_proj": {"gate_proj": (0, width), "up_proj": (width, 2 * width)}}
+        for name, stored in list(self._stored.items()):
+            stem, _, kind = name.rpartition(".")
+            if not stem.endswith(".mlp.experts") or kind not in ("gate_up_proj", "down_proj"):
+                continue
+            with safe_open(self._files[stored], framework="pt") as file:
+                count, height, *_ = file.get_slice(stored).get_shape()
+            if count != experts.count:
+                raise ConfigError(
+                    f"{self._folder}: '{stored}' is of {count} experts, its configuration of {experts.count}"
+                )
+            for part, (first, last) in parts.get(kind, {kind: (0, height)}).items():
+                total = 2 * width if kind in parts else height
+                for expert in range(count):
+                    alias = f"{stem}.{expert}.{part}.weight"
+                    self._stored[alias] = stored
+                    self._rows[alias] = FusedRows(kind, range(first, last), total, expert)
 
     def blocks(self, name: str) -> StoredBlocks:
         """Return a tensor as it is stored.
@@ -246,9 +273,10 @@ class SafetensorsWeights:
             with safe_open(self._file(name), framework="pt") as file:
                 stored = self._stored[name]
                 if (fused := self._rows.get(name)) is not None:
-                    matrix = file.get_slice(stored)
-                    fused.require_height(matrix.get_shape(), stored, self._folder)
-                    tensor = _cut(matrix[fused.rows.start : fused.rows.stop], cut)
+                    matrix, rows = file.get_slice(stored), slice(fused.rows.start, fused.rows.stop)
+                    shape = matrix.get_shape()[0 if fused.expert is None else 1 :]
+                    fused.require_height(shape, stored, self._folder)
+                    tensor = _cut(matrix[rows] if fused.expert is None else matrix[fused.expert, rows], cut)
                 else:
                     tensor = file.get_tensor(stored) if cut is None else _part(file.get_slice(stored), cut)
                 return tensor if self._to_device is None else self._to_device(tensor)
@@ -331,10 +359,13 @@ def llama_names(stored: Collection[str], names: TensorNames) -> dict[str, str]:
     `model.layers.1.mlp.down_proj.weight` -> `language_model.model.layers.1.feed_forward.down_proj.weight` of a Llama 4.
     Without what belongs to images.
     """
-    text = [name for name in stored if not names.left_out or not name.startswith(names.left_out)]
-    num_left = len(stored) - len(text)
-    if num_left:
-        _log.info("%d tensors of the vision tower are not read: text alone is served", num_left)
+    others = sum(name.startswith(names.left_out) for name in stored) if names.left_out else 0
+    drafting = sum(name.startswith(names.drafting) for name in stored) if names.drafting else 0
+    if others:
+        _log.info("%d tensors of the vision tower are not read: text alone is served", others)
+    if drafting:
+        _log.info("%d tensors that predict further tokens (MTP) are not read: they draft nothing here", drafting)
+    text = [name for name in stored if not name.startswith((*names.left_out, *names.drafting))]
     return {llama_name(name, names): name for name in text}
 
 

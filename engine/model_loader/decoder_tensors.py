@@ -89,6 +89,10 @@ class ModelTensors:
         weights = [self._weight(prefix, module) for module in PARTS[part]]
         return torch.cat(weights) if len(weights) > 1 else weights[0]
 
+    def output_gate(self, prefix: str) -> torch.Tensor:
+        """Return what gives the gate of attention's output, `[heads * head_dim, hidden]`; it is stored with q."""
+        return self._query_rows(prefix)[:, self._config.head_dim :].flatten(0, 1)
+
     def stored(self, prefix: str, part: str) -> list[StoredMatrix]:
         """The matrices of a part as the checkpoint holds them. Empty unless all are quantized."""
         if self._source.quantized is None:
@@ -258,7 +262,17 @@ class ModelTensors:
         assert self._config.experts is not None, "this model has none"
         return self._config.experts
 
+    def _query_rows(self, prefix: str) -> torch.Tensor:
+        """Return the rows of q and, behind them in each head, of its gate.
+
+        They are `[heads, 2 * head_dim, hidden]`.
+        """
+        heads, width, hidden = self._config.num_heads, 2 * self._config.head_dim, self._config.hidden_size
+        return self._tensor(f"{prefix}{_Q}.weight", heads * width, hidden).view(heads, width, hidden)
+
     def _weight(self, prefix: str, module: str) -> torch.Tensor:
+        if module == _Q and self._config.output_gate:
+            return self._rotary_order(self._query_rows(prefix)[:, : self._config.head_dim].flatten(0, 1))
         tensor = self._tensor(f"{prefix}{module}.weight", *self._shapes[module])
         return self._rotary_order(tensor) if module in (_Q, _K) else tensor
 

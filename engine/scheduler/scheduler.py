@@ -280,22 +280,28 @@ class Scheduler:
     def _chunk(self, sequence: Sequence, budget: int) -> ScheduledChunk | None:
         """Return as much of the prompt (or, after a preemption, of the answer) as the budget allows.
 
-        A chunk of what is handed over ends on a block's edge, unless it is the last: no block is sent half full.
+        A chunk of what is handed over ends on a block's edge, unless it is the last: no block is sent half full. So do
+        all chunks of prompts whose states are kept at blocks' ends.
         """
         first = sequence.num_computed
         whole = sequence.num_prefilled if first < sequence.num_prefilled else len(sequence.tokens)
         end = min(whole, first + budget)
         if sequence.lease is not None:
             end = self._pool.groups.limit(sequence.lease, first, end)
-        if end < whole and sequence.handoff:
+        if end < whole and self._is_cut_at_blocks(sequence):
             end -= end % self._pool.block_size
         return ScheduledChunk(sequence, first, end - first) if end > first else None
+
+    def _is_cut_at_blocks(self, sequence: Sequence) -> bool:
+        is_prompt = sequence.num_computed < sequence.num_prefilled
+        return sequence.handoff or (is_prompt and self._pool.groups.has_states)
 
     def _admit(self, budget: StepBudget, num_reserved: int) -> list[ScheduledChunk]:
         pieces: list[ScheduledChunk] = []
         while self.waiting and self.num_active + num_reserved < self._limits.max_num_seqs and budget.num_tokens > 0:
             sequence = self.waiting[0]
-            if sequence.handoff and budget.num_tokens < min(self._pool.block_size, len(sequence.tokens)):
+            least = min(self._pool.block_size, len(sequence.tokens)) if self._is_cut_at_blocks(sequence) else 0
+            if budget.num_tokens < least:
                 break  # nothing of it could be computed
             if not self._finds_room(sequence, num_reserved):
                 break

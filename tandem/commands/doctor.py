@@ -136,7 +136,7 @@ def _cpu(options: argparse.Namespace) -> Iterator[tuple[str, Level]]:
         return
     settings, source = EngineSettings(model=options.model), open_weights(checkpoint)
     chosen = chosen_kernels(settings, checkpoint, source)
-    dtype = NATIVE if chosen is not None else resolve_dtype(settings, source)
+    dtype = NATIVE if chosen is not None else resolve_dtype(settings, source, checkpoint.config)
     yield f"dtype auto holds this model's weights as {dtype} here", Level.OK
     for words in groups_as(checkpoint, dtype):
         yield f"  {words}", Level.OK

@@ -42,10 +42,16 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 from bench.models.random_model import byte_tokenizer
@@ -98,6 +104,20 @@ LATENT = {
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
     "v_head_dim": 20,
+}
+RECURRENT = {
+    "head_dim": 32,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+MIXED = {
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 80,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
 }
 
 FAMILIES: dict[str, Tiny] = {
@@ -191,6 +211,8 @@ FAMILIES: dict[str, Tiny] = {
         },
     ),
     "qwen3": Tiny(Qwen3Config, Qwen3ForCausalLM, {"head_dim": 32, "tie_word_embeddings": False}),
+    "qwen3_5": Tiny(Qwen3_5TextConfig, Qwen3_5ForCausalLM, RECURRENT),
+    "qwen3_5_moe": Tiny(Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM, RECURRENT | MIXED),
     "qwen3_moe": Tiny(
         Qwen3MoeConfig,
         Qwen3MoeForCausalLM,
@@ -203,10 +225,19 @@ FAMILIES: dict[str, Tiny] = {
             "mlp_only_layers": [1],
         },
     ),
+    "qwen3_next": Tiny(
+        Qwen3NextConfig,
+        Qwen3NextForCausalLM,
+        RECURRENT | MIXED | {"mlp_only_layers": [1], "linear_conv_kernel_dim": 3},
+    ),
 }
 
+STATE_FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
+"""Those with recurrent layers."""
 DEVICE_FAMILIES = sorted(
-    FAMILIES.keys() - {"deepseek_v2", "deepseek_v3", "gemma3", "glm4", "glm4_moe", "granite", "olmo2", "qwen2_moe"}
+    FAMILIES.keys()
+    - {"deepseek_v2", "deepseek_v3", "gemma3", "glm4", "glm4_moe", "granite", "olmo2", "qwen2_moe"}
+    - {*STATE_FAMILIES}
 )
 """Those that a GPU serves."""
 
@@ -237,7 +268,9 @@ def save_tiny(folder: Path, family: str, **changes: Any) -> PreTrainedModel:
 def randomize(model: torch.nn.Module) -> None:
     """Make norm gains and biases count, which start as ones and zeros, and matrices larger."""
     for name, parameter in model.named_parameters():
-        if parameter.dim() == 1:
+        if name.endswith("A_log"):
+            parameter.data.uniform_(-5, -1)  # a state remembers some hundred tokens
+        elif parameter.dim() == 1:
             parameter.data.uniform_(0.5, 1.5) if "norm" in name else parameter.data.uniform_(-0.5, 0.5)
         elif "bias" in name:
             parameter.data.uniform_(-0.5, 0.5)

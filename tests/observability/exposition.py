@@ -16,7 +16,8 @@ from contracts.layout import KVGroup, KVLayout
 from coordinator.metrics import RedisTimes
 from coordinator.metrics import render as coordinator_text
 from coordinator.store.store import Counts
-from engine.cache.kv_groups import GroupPageTable, KVGroups
+from engine.cache.group_page_table import GroupPageTable
+from engine.cache.kv_groups import KVGroups
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.observability.metrics import Metrics
 from kv_transfer.events import LevelStats, LinkStats

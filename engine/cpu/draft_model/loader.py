@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from checkpoint import Checkpoint, Progress
+from contracts.errors import ConfigError
 from contracts.layout import ITEM_NBYTES, KVGroup, KVLayout
 from engine.backend import Drafting, Runner
 from engine.cache.sizing import kv_layout
@@ -85,12 +86,14 @@ def open_draft_model(
     found = open_named_model(settings, checkpoint)
     if found is None:
         return None
+    if found.config.recurrence is not None:
+        raise ConfigError(f"speculate is '{settings.speculate}', a model with recurrent layers: these draft for none")
     longest = min(found.config.max_model_len, checkpoint.config.max_model_len)
     found = replace(found, config=replace(found.config.for_context(longest), max_model_len=longest))
     own = replace(settings, dtype="float32" if dtype == "float32" else "auto")
     source = open_weights(found)
     kernels = chosen_kernels(own, found, source)
-    dtype = NATIVE if kernels is not None else resolve_dtype(own, source)
+    dtype = NATIVE if kernels is not None else resolve_dtype(own, source, found.config)
     kv_dtype = KV_DTYPE if kernels is not None else FORMATS[dtype].kv_dtype
     layout = _layout(kv_layout(found, settings.block_size, kv_dtype, dtype), target)
     num_tokens = min(found.config.vocab_size, checkpoint.config.vocab_size)

@@ -16,6 +16,7 @@ from engine.cpu.eagle3.head_rows import HeadOutput, HeadRows
 from engine.cpu.head_shape import head_shape
 from engine.cpu.kv_cache import KVCache
 from engine.cpu.linear import Linear
+from engine.cpu.recurrent_layer import RecurrentMixer
 from engine.cpu.rotary_turns import RotaryTurns
 from models.config import ModelConfig
 
@@ -66,6 +67,7 @@ class MtpHead:
         x = weights.join(torch.cat([embedded, before], 1)).float()
         turns = self._turns.at(torch.from_numpy(rows.slots_M) - 1).whole  # a row's position is that of its feature
         normed = self._residual.before(x, weights.layer.attention_gain)
+        assert not isinstance(weights.layer.projection, RecurrentMixer), "the layer attends"
         q_MHD, kept = weights.layer.projection(normed, turns, len(x), self._attention.dtype)
         self._attention.write(0, kept, rows)
         return x, q_MHD

@@ -87,6 +87,8 @@ def unfit(config: ModelConfig) -> str | None:
         "attention over latents": config.latent is not None,
         "attention sinks": config.sinks,
         "attention in segments": bool(config.segment),
+        "recurrent layers": config.recurrence is not None,
+        "gates of attention": config.output_gate,
         "layers without rope": bool(config.no_rope_layers),
         "norms of heads without gains": config.plain_qk_norm,
         "norms of all heads together": config.joint_qk_norm,

@@ -15,6 +15,8 @@ def missing_feature(config: ModelConfig) -> str | None:
         "norms of q and k over all heads together": config.joint_qk_norm,
         "rope_parameters of their own in windowed layers": config.window_rope is not None,
         "a sliding_window": bool(config.windowed_layers) and not (config.sinks or config.segment),
+        "recurrent layers": config.recurrence is not None,
+        "a gate at attention's output": config.output_gate,
         "a gated shared_expert": experts is not None and experts.shared_size > 0,
     }
     return next((name for name, is_there in lacking.items() if is_there), None)

@@ -10,7 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from contracts.hashing import chain_hashes
 from contracts.layout import KVGroup, KVLayout
 from engine.cache.block_pool import BlockPool
-from engine.cache.kv_groups import ABSENT, GroupPageTable, KVGroups, pages_of_sequence
+from engine.cache.group_page_table import ABSENT, GroupPageTable
+from engine.cache.kv_groups import KVGroups, pages_of_sequence
 from engine.page_lease import PageLease
 
 SIZE, WINDOW, SEGMENT = 4, 10, 8
