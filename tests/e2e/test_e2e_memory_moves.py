@@ -21,13 +21,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 SETTINGS = {"TANDEM_DTYPE": "float32", "TANDEM_NUM_THREADS": "1", "TANDEM_KV_CACHE_MIB": "2"}
 """Room for the KV of 4096 tokens."""
 WORKERS = {"p": ("--role", "prefill"), "full": ("--role", "decode"), "empty": ("--role", "decode")}
-NUM_PROMPT, NUM_TOKENS = 90, 1950
+NUM_PROMPT, NUM_TOKENS = 1500, 540
 TIMEOUT_S = 280.0
 ASKED: list[dict[str, Any]] = [
-    {"prompt": [8] * NUM_PROMPT, "temperature": 1.0, "seed": seed, "max_tokens": NUM_TOKENS, "ignore_eos": True}
+    {"prompt": [8 + seed] * NUM_PROMPT, "temperature": 1.0, "seed": seed, "max_tokens": NUM_TOKENS, "ignore_eos": True}
     for seed in range(2)
 ]
-STEPS_TO_SHORT = 1750
+STEPS_TO_SHORT = 340
 """After so many the two answers leave less than an eighth of the KV free; 200 more fit."""
 TAKEN = "kv_handoffs_received_committed"
 MOVED = 'tandem_gateway_migrations_total{outcome="committed",reason="memory"}'
