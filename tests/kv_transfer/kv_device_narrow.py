@@ -1,7 +1,7 @@
 """Two nodes whose pools are a device's, by UCX: prefill's cache is bf16, decode's e4m3. Prints a line for each thing
 that is checked; a process of its own, as everything with UCX.
 
-    python -m tests.kv_transfer.kv_device_narrow [PREFILL_SHARDS DECODE_SHARDS]
+    python -m tests.kv_transfer.kv_device_narrow PREFILL_SHARDS DECODE_SHARDS [PREFILL_SHARDS DECODE_SHARDS ...]
 """
 
 import sys
@@ -35,7 +35,13 @@ NUM_TOKENS = len(PAGES) * WIDE.block_size - 5
 
 
 def main(*sizes: str) -> None:
-    prefill, decode = make_peers("ucx", *map(int, sizes))
+    for first in range(0, len(sizes), 2):
+        check(*map(int, sizes[first : first + 2]))
+    print("refused:", refusal(make_peers("tcp")), refusal(reversed(make_peers())))
+
+
+def check(*sizes: int) -> None:
+    prefill, decode = make_peers("ucx", *sizes)
     assert prefill.device is not None
     offer_and_grant(prefill, decode, "r", NUM_TOKENS, GRANTED)
     before, honest = decode.pool.copy(), prefill.device.narrow
@@ -52,7 +58,6 @@ def main(*sizes: str) -> None:
     print("others", np.array_equal(decode.pool[:, others], before[:, others]))
     for peer in (prefill, decode):
         peer.close()
-    print("refused:", refusal(make_peers("tcp")), refusal(reversed(make_peers())))
 
 
 def make_peers(transport: str = "ucx", *sizes: int) -> tuple[Peer, Peer]:

@@ -1,7 +1,7 @@
 """Two nodes whose pools are a device's, by UCX: what is checked of a chunk that is packed and unpacked. Prints a line
 for each; a process of its own, as everything with UCX.
 
-    python -m tests.kv_transfer.kv_device_ucx PREFILL_SHARDS DECODE_SHARDS
+    python -m tests.kv_transfer.kv_device_ucx PREFILL_SHARDS DECODE_SHARDS [PREFILL_SHARDS DECODE_SHARDS ...]
 """
 
 import sys
@@ -22,7 +22,7 @@ def damaged(pack, pages, into, num_parts) -> None:
     into.put(np.array([into.tensor[0].item() ^ 1], dtype=np.uint8))
 
 
-def main(*sizes: str) -> None:
+def check(*sizes: str) -> None:
     layouts = [msgspec.structs.replace(LAYOUT.with_groups(num_kv_heads=4), tp_size=int(size)) for size in sizes]
     names = zip(("prefill", "decode"), layouts, strict=True)
     prefill, decode = (Peer(name, layout=layout, transport="ucx") for name, layout in names)
@@ -44,4 +44,5 @@ def main(*sizes: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    for first in range(1, len(sys.argv), 2):
+        check(*sys.argv[first : first + 2])

@@ -25,7 +25,8 @@ class MovedNode:
         self.woken = threading.Event()
         settings = TransferSettings(
             secret=SECRET, transport="ucx", host=host, heartbeat_misses=6,
-            connect_timeout_s=60.0,  # an interface that is gone ends it at once
+            # One that is gone ends it at once; to one that is new the first tries are lost, the next ever later.
+            connect_timeout_s=5.0,
         )  # fmt: skip
         self.node = TransferNode(settings, WorkerId(name), Incarnation("1"), LAYOUT, make_pool(), self.woken.set)
         self.node.start()

@@ -115,7 +115,7 @@ def _send_without_end(worker: Worker, peer: WorkerRef) -> Callable[[TransferEven
     return on_event
 
 
-SIGNALS = [signal.SIGKILL, signal.SIGSTOP]
+SIGNALS = [pytest.param(signal.SIGKILL, id="killed"), pytest.param(signal.SIGSTOP, id="stopped")]
 
 
 @pytest.mark.parametrize("survivor", ["decode"], indirect=True)

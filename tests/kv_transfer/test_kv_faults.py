@@ -121,8 +121,11 @@ def test_a_stopped_prefill_that_wakes_writes_to_no_page_that_was_used_again(loca
     assert prefill.is_clean() and decode.is_clean() and other.is_clean()
 
 
-@pytest.mark.parametrize("num_others", [0, 1000])
-@pytest.mark.parametrize("stop", [lambda decode: decode.send_signal(signal.SIGSTOP), Remote.stop_behind_a_look])
+@pytest.mark.parametrize(
+    ("stop", "num_others"),
+    [(lambda decode: decode.send_signal(signal.SIGSTOP), 1000), (Remote.stop_behind_a_look, 0)],
+    ids=["filled", "behind a look"],
+)
 def test_a_stopped_decode_that_wakes_takes_nothing_from_pages_that_were_used_again(
     local: Callable, remote: Callable, stop: Callable[[Remote], None], num_others: int
 ) -> None:

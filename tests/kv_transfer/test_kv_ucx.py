@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,6 @@ import pytest
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-SUITES = ["channels", "node", "death", "faults"]
 FETCHED = {"UCX_RNDV_SCHEME": "auto", "UCX_RNDV_THRESH": "1024"}
 DEVICES = {"KV_TEST_POOL": "device"}
 # The pool of a device imports UCX before the registry has told it so.
@@ -26,68 +26,51 @@ def _run(*args: str, **env: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("suite", SUITES)
-def test_the_suite_passes_over_ucx(suite: str) -> None:
-    _pass(suite)
+def test_the_suites_pass_over_ucx() -> None:
+    _pass("channels", "node", "groups", "bound_offers", "death", "faults")
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("suite", ["channels", "node"])
-def test_the_suite_passes_where_ucx_fetches_the_messages_as_over_rdma(suite: str) -> None:
-    _pass(suite, **FETCHED)
+def test_the_suites_pass_where_ucx_fetches_the_messages_as_over_rdma() -> None:
+    _pass("channels", "node", **FETCHED)
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("suite", ["node", "death"])
-def test_the_suite_passes_with_the_pages_of_devices(suite: str) -> None:
+def test_the_suites_pass_with_the_pages_of_devices() -> None:
     """Packed and unpacked by the device's operations, in whose memory messages begin and end."""
-    _pass(suite, **DEVICES)
+    _pass("node", "groups", **DEVICES)
 
 
 def test_the_suite_passes_where_a_device_fetches_the_messages() -> None:
     _pass("node", **DEVICES, **FETCHED)
 
 
-@pytest.mark.parametrize("env", [{}, DEVICES])
-def test_groups_of_layers_come_by_ucx(env: dict[str, str]) -> None:
-    _pass("groups", **env)
-
-
-def test_the_kv_of_a_running_answer_comes_by_ucx() -> None:
-    _pass("bound_offers")
-
-
 @pytest.mark.timeout(300)
-def test_a_group_may_die_too() -> None:
+def test_devices_may_die_and_groups_of_them() -> None:
     _pass("death", **DEVICES, KV_TEST_PREFILL_TP="2", KV_TEST_DECODE_TP="1")
 
 
 SIZES = [(prefill, decode) for prefill in "124" for decode in "124"]
 
 
-@pytest.mark.parametrize(
-    ("sizes", "num_copies"), [*((sizes, "1") for sizes in SIZES), (("1", "2"), "2"), (("4", "4"), "2")]
-)
+@pytest.mark.parametrize(("sizes", "num_copies"), [(SIZES, "1"), ([("1", "2"), ("4", "4")], "2")])
 def test_damage_on_the_way_between_devices_is_found_and_the_way_is_told(
-    sizes: tuple[str, str], num_copies: str
+    sizes: list[tuple[str, str]], num_copies: str
 ) -> None:
     copies = {"KV_TEST_PREFILL_COPIES": num_copies, "KV_TEST_DECODE_COPIES": num_copies}
-    result = _run("-m", "tests.kv_transfer.kv_device_ucx", *sizes, **DEVICES, **copies)
-    found, landed, others, *ways = result.stdout.splitlines()
-    assert (found, landed, others) == ("checksum differs", "landed", "kept"), result.stdout + result.stderr
-    assert len(ways) == 2 and all("; " in way and way.endswith("GB/s") for way in ways)
+    result = _run("-m", "tests.kv_transfer.kv_device_ucx", *chain(*sizes), **DEVICES, **copies)
+    lines = result.stdout.splitlines()
+    assert len(lines) == 5 * len(sizes), result.stdout + result.stderr
+    for found, landed, others, *ways in zip(*(lines[first::5] for first in range(5)), strict=True):
+        assert (found, landed, others) == ("checksum differs", "landed", "kept"), result.stdout + result.stderr
+        assert all("; " in way and way.endswith("GB/s") for way in ways)
 
 
-@pytest.mark.parametrize("sizes", [(), ("1", "2"), ("2", "1"), ("2", "2")])
-def test_bf16_pages_arrive_as_decodes_own_kernel_writes_them_in_e4m3(sizes: tuple[str, ...]) -> None:
-    result = _run("-m", "tests.kv_transfer.kv_device_narrow", *sizes, **DEVICES)
-    assert result.stdout.splitlines() == [
-        "damaged: checksum differs",
-        "nbytes True True",
-        "pages True",
-        "others True",
-        "refused: groups[0].dtype groups[0].dtype",
-    ], result.stdout + result.stderr
+def test_bf16_pages_arrive_as_decodes_own_kernel_writes_them_in_e4m3() -> None:
+    result = _run("-m", "tests.kv_transfer.kv_device_narrow", *"11122122", **DEVICES)
+    found = ["damaged: checksum differs", "nbytes True True", "pages True", "others True"]
+    refused = "refused: groups[0].dtype groups[0].dtype"
+    assert result.stdout.splitlines() == [*found * 4, refused], result.stdout + result.stderr
 
 
 def test_a_link_that_ucx_cannot_serve_takes_the_next_transport_and_gives_staging_back() -> None:
@@ -105,9 +88,9 @@ def test_a_receiver_naps_while_pages_are_due_and_unpacks_one_message_beside_the_
     assert result.stdout.splitlines() == found, result.stdout + result.stderr
 
 
-def _pass(suite: str, **env: str) -> None:
-    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/kv_transfer/test_kv_{suite}.py", "-k", "ucx"]
-    result = _run(*command, KV_TEST_TRANSPORTS="ucx", **env)
+def _pass(*suites: str, **env: str) -> None:
+    files = [f"tests/kv_transfer/test_kv_{suite}.py" for suite in suites]
+    result = _run("-m", "pytest", "-q", "-p", "no:cacheprovider", *files, "-k", "ucx", KV_TEST_TRANSPORTS="ucx", **env)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
     assert " passed" in result.stdout
 
