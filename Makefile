@@ -31,6 +31,7 @@ dev:
 	@$(PYTHON) tools/bootstrap.py dev otel
 
 test: dev ## all tests but those of the composed system; needs no Docker
+	-$(BIN)/python -m tools.separate_environment deploy
 	$(BIN)/python -m pytest $(PARALLEL) -m "not compose" $(ARGS)
 
 test-quick: dev ## the tests of files that take less than five seconds: for a change of one line

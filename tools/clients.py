@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.system.local_system import running
+from tools.separate_environment import install, python_of
 
 ROOT = Path(__file__).resolve().parent.parent
-LOCK = ROOT / "requirements" / "clients.lock"
-VENV = ROOT / "build" / "clients"
 CHECKS = ROOT / "tests" / "clients"
+PYTHON = python_of("clients")
 PACKAGES = {
     "openai": "openai",
     "anthropic": "anthropic",
@@ -52,7 +52,7 @@ def main() -> int:
     names = parser.parse_args().clients or list(PACKAGES)
     if unknown := [name for name in names if name not in PACKAGES]:
         parser.error(f"no client is called {', '.join(unknown)}; there are {', '.join(PACKAGES)}")
-    install()
+    install("clients")
     outcomes = []
     for name in names:
         # A fuzzer asks for endless answers, which take long on a CPU; a short context ends them.
@@ -62,25 +62,11 @@ def main() -> int:
     return 0 if all(outcome.is_good for outcome in outcomes) else 1
 
 
-def install() -> None:
-    """Install what the lock says, unless it is there already.
-
-    The other environment has no pip; ours installs into it.
-    """
-    stamp = VENV / "installed.lock"
-    if stamp.exists() and stamp.read_bytes() == LOCK.read_bytes():
-        return
-    subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", VENV], check=True)
-    pip = [sys.executable, "-m", "pip", "--python", str(_python()), "install", "--quiet"]
-    subprocess.run([*pip, "--no-deps", "--require-hashes", "-r", str(LOCK)], check=True)
-    stamp.write_bytes(LOCK.read_bytes())
-
-
 def check(client: str, url: str, model: str) -> Outcome:
     """Run the checks of one client with the Python of the other environment; pytest prints what fails."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [_python(), "-m", "pytest", f"check_{client}.py", "-c", "pytest.ini", f"--junitxml={report}", "-q"]
+        command = [PYTHON, "-m", "pytest", f"check_{client}.py", "-c", "pytest.ini", f"--junitxml={report}", "-q"]
         environment = os.environ | {
             "TANDEM_CLIENTS_URL": url,
             "TANDEM_CLIENTS_MODEL": model,
@@ -103,11 +89,7 @@ def table(outcomes: list[Outcome]) -> str:
 
 def _version(client: str) -> str:
     code = f"from importlib.metadata import version; print(version({PACKAGES[client]!r}))"
-    return subprocess.run([_python(), "-c", code], check=True, capture_output=True, text=True).stdout.strip()
-
-
-def _python() -> Path:
-    return VENV / "bin" / "python"
+    return subprocess.run([PYTHON, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
 
 
 if __name__ == "__main__":

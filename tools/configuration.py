@@ -1,8 +1,9 @@
-"""The command that writes docs/configuration.md from the settings classes.
+"""The command that writes docs/configuration.md and the Helm chart's schema of the settings.
 
-`make docs` runs it, and a test fails when the page is stale.
+Both come from the settings classes. `make docs` runs it, and a test fails when one of them is stale.
 """
 
+import json
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,26 @@ from service.settings import variable
 from tandem.local.settings import UpSettings
 from worker.settings import WorkerSettings
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "configuration.md"
+CHART_SCHEMA = ROOT / "deploy" / "helm" / "tandem" / "values.schema.json"
 COMMANDS: dict[str, type[BaseSettings]] = {
     "tandem up": UpSettings,
     "tandem worker": WorkerSettings,
     "python -m gateway": GatewaySettings,
     "python -m coordinator": CoordinatorSettings,
 }
+CHART_SETTINGS = {
+    "workerSettings": WorkerSettings,
+    "gatewaySettings": GatewaySettings,
+    "coordinatorSettings": CoordinatorSettings,
+}
+"""The definitions of the chart's schema -> the settings that a user may give to that service."""
+GIVEN_BY_CHART = {
+    *("role", "worker_id", "model", "host", "port", "transfer_port", "advertise_host", "redis_url", "pool", "secret"),
+    *("api_key", "ready_file", "drain_timeout_s", "kv_disk", "kv_disk_gib"),
+}
+"""The settings for which the chart has values of its own, or which it knows itself."""
 HEAD = """\
 # Configuration
 
@@ -90,5 +104,26 @@ def allowed(schema: dict[str, Any], definitions: dict[str, Any]) -> str:
     return " ".join([TYPES[schema["type"]], *bounds])
 
 
+def chart_schema() -> str:
+    """Return the schema of the chart's values, with the settings as they are now."""
+    schema = json.loads(CHART_SCHEMA.read_text())
+    schema["definitions"] |= {name: settings_schema(kind) for name, kind in CHART_SETTINGS.items()}
+    return json.dumps(schema, indent=1) + "\n"
+
+
+def settings_schema(kind: type[BaseSettings]) -> dict[str, Any]:
+    """Return the JSON schema of an object: variable -> value, as YAML has it."""
+    schema = kind.model_json_schema()
+    names = [name for name in kind.model_fields if name not in GIVEN_BY_CHART]
+    properties = {variable(name): checked(schema["properties"][name]) for name in names}
+    return {"type": "object", "additionalProperties": False, "properties": properties}
+
+
+def checked(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return of a setting's schema what a value is checked by."""
+    return {key: schema[key] for key in ("type", "enum", *BOUNDS, "minLength", "pattern") if key in schema}
+
+
 if __name__ == "__main__":
     PAGE.write_text(page())
+    CHART_SCHEMA.write_text(chart_schema())

@@ -7,7 +7,7 @@
     dev.lock    what checks, tests and documentation add
 
 and clients.lock from clients.in: clients of other projects, for `make clients`; compiler.lock from compiler.in: a
-compiler for the native kernels, for systems that have none
+compiler for the native kernels, for systems that have none; deploy.lock from deploy.in: what judges the Helm chart
 
 One resolution for all of them, split afterwards: together they never disagree, and a container image can keep the
 large, rarely changing torch layer apart from the rest.
@@ -47,7 +47,7 @@ def main() -> None:
         lines = [line for name in sorted(names) for line in everything[name]]
         (OUT / f"{group}.lock").write_text(HEADER + "".join(lines))
         print(f"{group}.lock: {len(names)} packages")
-    for name in ("clients", "compiler"):
+    for name in ("clients", "compiler", "deploy"):
         lock_apart(name)
 
 

@@ -4,7 +4,8 @@ import importlib.util
 import re
 import shlex
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, reduce
+from itertools import pairwise
 from urllib.parse import urlsplit
 
 import yaml
@@ -54,6 +55,10 @@ def _make(words: list[str]) -> None:
 
 
 def _docker(words: list[str]) -> None:
+    if words[0] in ("build", "push"):
+        files = [word for option, word in pairwise(words) if option == "--file"]
+        assert all((ROOT / file).exists() for file in files), f"no file {files}"
+        return
     assert words.pop(0) == "compose"
     files, profiles = [], {""}
     while words[0].startswith("-"):
@@ -130,6 +135,23 @@ def _curl(words: list[str]) -> None:
         assert any(f'"{urlsplit(url).path}"' in source for source in sources), f"no endpoint {url}"
 
 
+def _helm(words: list[str]) -> None:
+    """Files and values; Helm itself judges the chart in tests/deploy."""
+    command, _, chart, *options = words
+    assert command in ("install", "upgrade"), command
+    values = yaml.safe_load((ROOT / chart / "values.yaml").read_text())
+    for option, word in zip(options[::2], options[1::2], strict=True):
+        assert option in ("--values", "--set"), option
+        if option == "--values":
+            assert (ROOT / word).exists(), f"no file {word}"
+        else:
+            reduce(lambda found, key: found[key], word.partition("=")[0].split("."), values)
+
+
+def _kubectl(words: list[str]) -> None:
+    assert words[0] in ("rollout", "port-forward"), f"no way to look up kubectl {words[0]}"
+
+
 def _export(words: list[str]) -> None:
     for word in words:
         _variable(word)
@@ -167,6 +189,8 @@ PROGRAMS = {
     "python": _python,
     "python3": _python,
     "curl": _curl,
+    "helm": _helm,
+    "kubectl": _kubectl,
     "export": _export,
     "numactl": _numactl,
 }

@@ -25,6 +25,11 @@ def test_the_configuration_page_is_that_of_the_settings() -> None:
     assert configuration.PAGE.read_text() == configuration.page()
 
 
+def test_the_chart_takes_the_settings_that_there_are() -> None:
+    """`make docs` writes its schema anew."""
+    assert configuration.CHART_SCHEMA.read_text() == configuration.chart_schema()
+
+
 def test_every_setting_is_on_the_configuration_page() -> None:
     text = configuration.PAGE.read_text()
     for kind in configuration.COMMANDS.values():
