@@ -45,7 +45,8 @@ from engine.prefix_loads import ReservedLoads
 from engine.request_release import RequestRelease
 from engine.sampling.grammar_masks import Grammars
 from engine.scheduler.draft_rows import DraftRows
-from engine.scheduler.scheduler import Scheduler, SchedulerLimits
+from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.scheduler_limits import SchedulerLimits
 from engine.sequence import Status
 from engine.sequence_table import SequenceTable
 from engine.settings import EngineSettings

@@ -31,7 +31,8 @@ from coordinator.placement import policy
 from coordinator.placement.candidate import Candidate
 from engine.cache.block_pool import BlockPool
 from engine.scheduler import mixed_budget
-from engine.scheduler.scheduler import Scheduler, SchedulerLimits
+from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.scheduler_limits import SchedulerLimits
 from engine.sequence import Sequence
 from worker.core.status import FULL_TOKENS, Rate
 

@@ -7,7 +7,6 @@ Decodes come first and prefill chunks fill what is left of the budget, so a long
 """
 
 import logging
-import sys
 from array import array
 from bisect import insort
 from collections.abc import Callable
@@ -23,29 +22,11 @@ from engine.prefix_loads import end_load, missing_prefix
 from engine.scheduler.batch import Batch, ScheduledChunk
 from engine.scheduler.draft_rows import DraftRows
 from engine.scheduler.mixed_budget import MixedBudget
+from engine.scheduler.scheduler_limits import SchedulerLimits
 from engine.scheduler.step_budget import StepBudget
 from engine.sequence import Sequence, Status
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class SchedulerLimits:
-    """`max_num_seqs`: of one step; what runs beyond that, since it was kept local, waits for its turn.
-
-    `max_batched_tokens`: budget of one step, a block at least. Decodes always run; prompts have what is left, and wait
-    for an answer's end where nothing is. Beside answers it is `max_mixed_tokens`, a block at least, since prompts
-    lengthen their gaps; theirs are among these, but a quarter is the prompts' whatever the number of answers.
-    `itl_objective_s`, unless 0.0, makes that the most: see MixedBudget, as for `graph_rows`. `max_draft_rows`: of one
-    step.
-    """
-
-    max_num_seqs: int
-    max_batched_tokens: int
-    max_mixed_tokens: int
-    graph_rows: tuple[int, ...] = ()
-    itl_objective_s: float = 0.0
-    max_draft_rows: int = sys.maxsize
 
 
 @dataclass(frozen=True)
@@ -200,7 +181,10 @@ class Scheduler:
         num_rows = sum(piece.num_rows for piece in pieces)
         beside_answers = self.mixed_budget.prompt_tokens(num_rows, *waiting)
         budget = StepBudget(self._limits.max_batched_tokens - num_rows, beside_answers, has_answers)
-        pieces += self._chunks([s for s in self._in_turn if not s.is_decoding], budget)
+        if prompts := sorted((s for s in self._in_turn if not s.is_decoding), key=_rest):
+            # Who comes before the rest of a prompt that is being computed does not wait for it, which may be long.
+            pieces += self._admit(budget, num_reserved, before=_rest(prompts[0]))
+            pieces += self._chunks(prompts, budget)
         pieces += self._admit(budget, num_reserved)
         pieces.sort(key=_phase)
         started = tuple(piece.sequence for piece in pieces if not piece.sequence.started)
@@ -296,10 +280,13 @@ class Scheduler:
         is_prompt = sequence.num_computed < sequence.num_prefilled
         return sequence.handoff or (is_prompt and self._pool.groups.has_states)
 
-    def _admit(self, budget: StepBudget, num_reserved: int) -> list[ScheduledChunk]:
+    def _admit(self, budget: StepBudget, num_reserved: int, before: Urgency | None = None) -> list[ScheduledChunk]:
+        """Begin prompts that wait, all or those `before` somebody, as far as there is room for them."""
         pieces: list[ScheduledChunk] = []
         while self.waiting and self.num_active + num_reserved < self._limits.max_num_seqs and budget.num_tokens > 0:
             sequence = self.waiting[0]
+            if before is not None and sequence.urgency > before:
+                break
             least = min(self._pool.block_size, len(sequence.tokens)) if self._is_cut_at_blocks(sequence) else 0
             if budget.num_tokens < least:
                 break  # nothing of it could be computed
@@ -395,6 +382,12 @@ class Scheduler:
 def _phase(piece: ScheduledChunk) -> tuple[bool, bool, bool]:
     """Smaller first, as Batch has them."""
     return not piece.is_answer, not piece.is_decode, bool(piece.draft)
+
+
+def _rest(sequence: Sequence) -> Urgency:
+    """Return the urgency of what is left of a prompt: its turn has gone on by what was computed of it."""
+    priority, (start, arrival) = sequence.urgency
+    return priority, (start + sequence.cost * sequence.num_computed / len(sequence.tokens), arrival)
 
 
 _URGENCY = attrgetter("urgency")

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from contracts.ids import RequestId
 from engine.cache.block_pool import BlockPool
 from engine.scheduler.batch import Batch
-from engine.scheduler.scheduler import Scheduler, SchedulerLimits
+from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.scheduler_limits import SchedulerLimits
 from engine.sequence import Sequence, Status
 from tests.engine.driving import greedy
 
@@ -293,6 +294,19 @@ def test_a_flood_of_one_tenant_waits_behind_anothers_few():
     engine.add(4, max_tokens=1, first=3000, tenant="loud", priority=-1)
     names = [shape(engine.step())[0][0].split("-")[0] for _ in range(8)]
     assert names == ["3000", "2000", "1010", "2010", "1020", "1030", "1040", "1050"]
+
+
+def test_a_prompt_whose_turn_is_before_one_that_is_computed_does_not_wait_for_the_rest_of_it():
+    engine = FakeEngine(num_blocks=64)
+    engine.add(60, max_tokens=1, first=1000, tenant="loud")
+    engine.add(8, max_tokens=1, first=2000, tenant="loud")
+    assert shape(engine.step()) == [("1000-60", 0, 16)]
+    engine.add(20, max_tokens=1, first=3000, tenant="quiet")
+    assert shape(engine.step()) == [("3000-20", 0, 16)]
+    assert shape(engine.step()) == [("1000-60", 16, 16)]  # of both 16 were computed, and it came before
+    engine.add(4, max_tokens=1, first=4000, priority=-1)
+    assert shape(engine.step()) == [("4000-4", 0, 4), ("3000-20", 16, 4), ("1000-60", 32, 8)]
+    assert [shape(engine.step()) for _ in range(2)] == [[("1000-60", 40, 16)], [("1000-60", 56, 4), ("2000-8", 0, 8)]]
 
 
 def test_what_a_tenant_takes_back_costs_it_nothing():
