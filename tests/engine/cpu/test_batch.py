@@ -12,7 +12,7 @@ from tests.engine.driving import drain, needs_bfloat16, request, settings
 
 pytestmark = pytest.mark.slow
 
-NUM_REQUESTS, NUM_TOKENS = 12, 24
+NUM_REQUESTS, NUM_TOKENS = 8, 16
 DTYPES = ["float32", "float16", "int8", *(pytest.param(d, marks=needs_bfloat16) for d in ("bfloat16", "mixed16"))]
 
 
@@ -26,8 +26,17 @@ def submit(engine: Engine, prompt: list[int], index: int) -> None:
     engine.submit(request(str(index), prompt, sampling))
 
 
-@pytest.mark.parametrize("num_threads", [1, 2])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "num_threads"),
+    [
+        ("float32", 1),
+        ("float16", 2),
+        ("int8", 1),
+        pytest.param("bfloat16", 2, marks=needs_bfloat16),
+        pytest.param("mixed16", 1, marks=needs_bfloat16),
+        pytest.param("mixed16", 2, marks=needs_bfloat16),
+    ],
+)
 def test_a_seeded_answer_is_the_same_alone_and_in_any_batch(tmp_path, dtype, num_threads):
     chosen = settings(model=str(save_tiny(tmp_path)), dtype=dtype, num_threads=num_threads)
     engine = load_engine(chosen)

@@ -11,13 +11,14 @@ from contracts.events import FinishReason
 from engine.engine import Engine
 from engine.loader import load_engine
 from engine.sampling.host_sampler import Sampler
+from tests.e2e.tiny import save_tiny
 from tests.engine.driving import answers, drain, greedy, needs_bfloat16, request, settings, tokens_of
 
 pytestmark = pytest.mark.slow
 
-QUESTIONS = ("What is the capital of France?", "Why is the sky blue?", "def fibonacci(n):", "cats and dogs " * 90)
-NUM_TOKENS = 24
-NUM_TOKENS_OF_EACH_DTYPE = 8
+QUESTIONS = ("What is the capital of France?", "Why is the sky blue?", "def fibonacci(n):", "cats and dogs " * 40)
+NUM_TOKENS = 16
+NUM_TOKENS_OF_EACH_DTYPE = 5
 """Enough for the real model's widths, as probabilities are compared to the bit; test_batch.py has longer answers."""
 
 
@@ -39,6 +40,11 @@ def with_logprobs(engine: Engine, prompts: list[list[int]]) -> list[list[tuple[i
 def prompts():
     checkpoint = open_checkpoint("default")
     return [chat(checkpoint, question) for question in QUESTIONS]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return str(save_tiny(tmp_path_factory.mktemp("tiny")))
 
 
 @pytest.fixture(scope="module")
@@ -194,16 +200,16 @@ def test_gpus_that_are_not_there_are_missed(monkeypatch):
         load_engine(settings(device="cuda:2"))
 
 
-def test_progress_goes_from_nothing_to_all():
+def test_progress_goes_from_nothing_to_all(tiny):
     seen = []
-    load_engine(settings(dtype="float16", kv_cache_nbytes=64 << 20), lambda *step: seen.append(step))
-    assert seen[0] == ("resolve", 0, 1) and seen[-1] == ("load", 30, 30)
+    load_engine(settings(model=tiny, dtype="float16"), lambda *step: seen.append(step))
+    assert seen[0] == ("resolve", 0, 1) and seen[-1] == ("load", 2, 2)
 
 
 @pytest.mark.parametrize(("dtype", "num_hits"), [("float16", 48), pytest.param("mixed16", 32, marks=needs_bfloat16)])
-def test_an_answer_is_a_cached_prefix_only_where_a_prompt_would_be_computed_alike(prompts, dtype, num_hits):
-    engine = load_engine(settings(dtype=dtype, kv_cache_nbytes=64 << 20))
-    prompt = prompts[3][:40]
+def test_an_answer_is_a_cached_prefix_only_where_a_prompt_would_be_computed_alike(tiny, dtype, num_hits):
+    engine = load_engine(settings(model=tiny, dtype=dtype))
+    prompt = list(range(40))
     answer = answers(engine, [prompt], greedy(20))[0]
     answers(engine, [prompt + answer], greedy(2))
     assert engine.stats().prefix_hit_tokens == num_hits

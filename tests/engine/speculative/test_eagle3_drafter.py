@@ -75,8 +75,9 @@ def test_preemption_restores_what_the_head_has_read(target, head: Path):
     require_formulas(judged, reference)
 
 
-@pytest.mark.parametrize("kind", SAMPLINGS)
+@pytest.mark.parametrize("kind", ["greedy", "logprobs", "drawn", "penalised", "grammar"])
 def test_answers_are_those_without_a_head(target, head: Path, kind: str):
+    """Each kind of step; all that may be asked for is in the tests of speculation, whoever drafts."""
     folder, _ = target
     prompts, sampling = random_prompts(VOCAB, LENGTHS), greedy(24, **SAMPLINGS[kind])
     plain = answers(load_engine(settings(model=str(folder))), prompts, sampling)
