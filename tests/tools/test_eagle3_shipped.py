@@ -18,7 +18,7 @@ PROMPTS = (
     "Write a Python function that adds two numbers.",
     "Give me three healthy breakfasts.",
 )
-TOKENS = 40
+TOKENS = 30
 
 
 def test_it_fits_the_default_model_by_its_name() -> None:

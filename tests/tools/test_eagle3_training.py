@@ -214,8 +214,8 @@ def test_the_command_trains_a_head_that_loads(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: TargetModel
 ) -> None:
     options = {
-        "--model": folder, "--out": tmp_path, "--verifier": "made/here", "--device": "cpu", "--prompts": 24,
-        "--held-out": 2, "--slots": 16, "--max-len": 224, "--max-new": 24, "--passes": 2, "--batch-tokens": 1024,
+        "--model": folder, "--out": tmp_path, "--verifier": "made/here", "--device": "cpu", "--prompts": 12,
+        "--held-out": 1, "--slots": 16, "--max-len": 224, "--max-new": 16, "--passes": 1, "--batch-tokens": 1024,
     }  # fmt: skip
     heads = ["--head", "48x128", "32x128:0"]
     words = [str(word) for option in options.items() for word in option]

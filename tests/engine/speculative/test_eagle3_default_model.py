@@ -18,9 +18,8 @@ pytestmark = pytest.mark.slow
 PROMPTS = (
     "Why is the sky blue?",
     "Write a Python function that adds two numbers.",
-    "Give me three healthy breakfasts.",
 )
-MAX_TOKENS = 40
+MAX_TOKENS = 30
 
 
 @pytest.fixture(scope="module")
@@ -60,19 +59,3 @@ def test_it_drafts_what_the_formulas_say_and_its_drafts_are_accepted(prompts):
         for count, draft in of_this:
             expected = reference.draft(aux[: count - 1], text[:count], len(draft))
             assert list(draft) == expected, f"after {count} tokens"
-
-
-@pytest.mark.timeout(600)
-def test_preemption_leaves_acceptance_as_it_is(prompts):
-    undisturbed = load_engine(settings(num_threads=2, speculate="eagle3", adapts_drafts=False))
-    drafts = note(undisturbed).drafts
-    plain = answers(undisturbed, prompts, greedy(MAX_TOKENS))
-    nbytes = 11 * undisturbed.layout.block_nbytes
-    engine = load_engine(
-        settings(num_threads=2, speculate="eagle3", adapts_drafts=False, kv_cache_nbytes=nbytes, prefix_cache=False)
-    )
-    noted = note(engine).drafts
-    assert answers(engine, prompts, greedy(MAX_TOKENS)) == plain
-    assert engine.stats().num_preemptions > 0
-    for tokens in noted.keys() & drafts.keys():
-        assert noted[tokens] == drafts[tokens]
