@@ -298,6 +298,11 @@ class ModelConfig:
         return 2 * self.num_kv_heads * self.head_dim if self.latent is None else self.latent.width
 
     @property
+    def num_kv_layers(self) -> int:
+        """The layers that keep something of each token."""
+        return self.num_layers - len(self.recurrent_layers)
+
+    @property
     def rotary_width(self) -> int:
         """The columns of a head that are turned."""
         return self.rotary_dim or self.head_dim

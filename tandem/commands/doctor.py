@@ -160,7 +160,7 @@ def _tiers(options: argparse.Namespace) -> Iterator[tuple[str, Level]]:
     if not (options.kv_host_gib or options.kv_disk or options.kv_store):
         return
     config = open_checkpoint(options.model).config
-    token_nbytes = config.num_layers * config.kv_width * 4  # in float32, the largest
+    token_nbytes = config.num_kv_layers * config.kv_width * 4  # in float32, the largest
     for words, is_well in tier_checks.check_tiers(options, token_nbytes):
         yield words, Level.OK if is_well else Level.WARNING
 
@@ -311,10 +311,17 @@ def _model(options: argparse.Namespace) -> Iterator[tuple[str, Level]]:
     yield f"weights as stored: {stored_as(checkpoint)}", Level.OK
     if quantized := quantized_as(checkpoint):
         yield f"quantized: {quantized}; widened on load for a CPU", Level.OK
-    token_nbytes = config.num_layers * config.kv_width * 4
+    token_nbytes = config.num_kv_layers * config.kv_width * 4
     whole, least = (f"{nbytes / 1024:.0f} KiB" for nbytes in (token_nbytes, token_nbytes // config.num_kv_heads))
     yield f"KV cache: {whole} a token in float32, half of it in bfloat16", Level.OK
-    if config.latent is None:
+    if config.recurrence is not None:
+        num_layers, numbers = (
+            len(config.recurrent_layers),
+            config.recurrence.num_key_heads * config.recurrence.state_width,
+        )
+        state = f"{num_layers * numbers * 4 / 2**20:.1f} MiB"
+        yield f"and a state of {state} in {num_layers} recurrent layers, 2 for each running request at least", Level.OK
+    elif config.latent is None:
         yield f"of it one KV head's, {least}, is the least that each of several GPUs has (tensor_parallel)", Level.OK
     if checkpoint.chat_template is None:
         yield "no chat template: it completes text, and refuses chats", Level.WARNING

@@ -81,6 +81,9 @@ REFUSED = {
     "granite": "multipliers of embedding, residual, attention or logits",
     "olmo2": "norms after attention and MLP",
     "qwen2_moe": "a gated shared_expert",
+    "qwen3_5": "recurrent layers",
+    "qwen3_5_moe": "recurrent layers",
+    "qwen3_next": "recurrent layers",
 }
 
 
