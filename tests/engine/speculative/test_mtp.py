@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 
 from bench.models.transformers_oracle import greedy as oracle_greedy
+from checkpoint import open_checkpoint
 from contracts.errors import ConfigError
 from engine.engine import Engine
 from engine.loader import load_engine
+from engine.speculative.named_drafter import open_named_head
 from tests.engine.driving import answers, greedy, random_prompts, settings
 from tests.engine.speculative.judged_drafts import judge, require_formulas
 from tests.engine.speculative.tiny_mtp import TinyMtp
@@ -58,5 +60,8 @@ def test_a_model_without_such_a_layer_says_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"speculate is 'mtp'; .* has 0 layers .*\(num_nextn_predict_layers\)"):
         engine_of(tmp_path)
     save_tiny(tmp_path, "glm4_moe")
+    on_gpu, checkpoint = settings(device="cuda:0", speculate="suffix+mtp"), open_checkpoint(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"speculate is 'suffix\+mtp'; such a layer drafts on CPUs"):
+        open_named_head(on_gpu, checkpoint)
     with pytest.raises(ConfigError, match=r"lacks the tensor 'model.layers.3\.enorm\.weight'"):
         engine_of(tmp_path)

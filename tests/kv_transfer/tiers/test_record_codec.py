@@ -120,6 +120,24 @@ def test_the_rate_of_a_tier_is_unknown_at_first_and_then_that_of_its_last_record
     assert rate.nbytes_per_s == pytest.approx(1e5, rel=0.05)
 
 
+def test_latents_are_coded_as_keys_are() -> None:
+    """A step is a part of what is left beside the mean of a channel, since latents meet queries."""
+    layout = KVLayout.uniform(
+        model="m", num_layers=3, num_kv_heads=1, head_dim=48, block_size=16, dtype="float32", is_latent=True
+    )
+    draw = np.random.default_rng(2)
+    values = draw.normal(size=(3, 16, 48)).astype(np.float32) + draw.choice([-5, 5], size=48).astype(np.float32)
+    facts = facts_of(KEY, layout, raw_nbytes=layout.block_nbytes, stored_nbytes=layout.block_nbytes)
+    buffer = memoryview(bytearray(max_record_nbytes(layout)))
+    begin_record(facts, buffer)[:] = values.reshape(-1).view(np.uint8)
+    record, codec = seal_record(facts, buffer), RecordCodec(layout, list(LEVELS))
+    for level, most in (("lossless", 0.0), ("4bit", 0.2)):
+        small = codec.compress(record, KEY, level, KEY)
+        assert small is not None and len(small) < len(record)
+        found = codec.read(verify(small, KEY, layout), level).view(np.float32).reshape(values.shape)
+        assert np.abs(found - values).max() <= most
+
+
 def test_the_pages_behind_the_models_keep_every_bit() -> None:
     """Those of a head lie behind, and are not coded; a record that ends within them is refused."""
     head = KVGroup(
