@@ -55,11 +55,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no GPU named": ({"sharedGpus": {"count": 2}}, "workers.prefill.settings.TANDEM_DEVICE"),
     "no picker": ({"inferencePool": {"enabled": True}}, "set inferencePool.endpointPicker.name"),
 }
+GENERATED = {"secret": "b2xk", "redis-password": "b2xkIHRvbw=="}
 Document = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def judged() -> dict[str, Any]:
+def verdict() -> dict[str, Any]:
+    """Return what judge_chart says of all cases, and of the generated Secret after an upgrade."""
     try:
         install("deploy")
     except subprocess.CalledProcessError as error:
@@ -67,9 +69,15 @@ def judged() -> dict[str, Any]:
     cases = {name: yaml.safe_load((DEPLOY / f"values-{name}.yaml").read_text()) for name in FILES}
     cases |= {"as it is": {}, "mixed": MIXED} | {case: values for case, (values, _) in REFUSED.items()}
     command = [python_of("deploy"), ROOT / "tests" / "deploy" / "judge_chart.py"]
-    done = subprocess.run(command, input=json.dumps(cases), capture_output=True, text=True, timeout=60)
+    asked = json.dumps({"cases": cases, "secret": GENERATED})
+    done = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def judged(verdict: dict[str, Any]) -> dict[str, Any]:
+    return verdict["cases"]
 
 
 @pytest.fixture(scope="module", params=[*FILES, "as it is", "mixed"])
@@ -174,6 +182,11 @@ def test_secrets_are_named_and_never_written(documents: list[Document]) -> None:
         assert "@" not in url.replace(":$(REDIS_PASSWORD)@", "")
         referred |= {one["key"] for one in by_reference.values() if one and one["name"] == "tandem"}
     assert referred == {key for secret in of_kind(documents, "Secret") for key in secret["data"]}
+
+
+def test_an_upgrade_keeps_what_was_generated(verdict: dict[str, Any]) -> None:
+    """Half of the pods would have another secret than the other half otherwise."""
+    assert verdict["secret"] == GENERATED
 
 
 def test_probes_mean_what_the_endpoints_mean(documents: list[Document]) -> None:
