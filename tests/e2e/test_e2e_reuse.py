@@ -8,6 +8,8 @@ import pytest
 
 from bench.load.client import session
 from bench.system.local_system import System, get_json, running
+from engine.loader import load_engine
+from tests.engine import driving
 from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # systems start one after another
@@ -49,11 +51,10 @@ def counter(system: System, name: str) -> float:
 
 @pytest.fixture(scope="module")
 def alone() -> list[list[int]]:
-    """Return what one worker that computes all of it answers."""
-    with running("--prefill", "0", "--decode", "0", "--mixed", "1", **NATIVE) as system:
-        (first, _), (second, cached) = turns(system)
-        assert cached >= len(FIRST) + MAX_TOKENS - 2 * BLOCK
-        return [first, second]
+    """Return what an engine that computes all of it answers."""
+    engine = load_engine(driving.settings(dtype="native", num_threads=1, kv_cache_nbytes=64 << 20))
+    (first,) = driving.answers(engine, [FIRST], driving.greedy(MAX_TOKENS))
+    return [first, *driving.answers(engine, [[*FIRST, *first, *NEXT]], driving.greedy(MAX_TOKENS))]
 
 
 def test_through_a_store(alone: list[list[int]], tmp_path: Path) -> None:
