@@ -11,20 +11,28 @@ import pytest
 from bench.load.client import StreamResult, ask, body_of, session
 from bench.system.local_system import System, get_json, running
 from tests.e2e.sockets_of_processes import reset_tcp
+from tests.engine.tiny_models import save_tiny
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 
 SOON_S = 60.0
 NUM_TOKENS = 640  # a whole number of blocks
-NBYTES_PER_TOKEN = 2 * 30 * 3 * 64 * 4  # keys and values of 30 layers with 3 heads of 64 float32
-QUICK = {"TANDEM_NUM_THREADS": "1", "TANDEM_KV_CACHE_MIB": "256", "TANDEM_MAX_BATCHED_TOKENS": "64"}
+SHAPE = {
+    "hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12, "num_key_value_heads": 3, "head_dim": 64,
+    "num_hidden_layers": 8, "max_position_embeddings": 1024,
+}  # fmt: skip
+"""A model whose prompts take seconds in chunks of 64 tokens."""
+NBYTES_PER_TOKEN = 2 * 8 * 3 * 64 * 4  # keys and values of 8 layers with 3 heads of 64 float32
+QUICK = {"TANDEM_NUM_THREADS": "1", "TANDEM_KV_CACHE_MIB": "64", "TANDEM_MAX_BATCHED_TOKENS": "64"}
 
 
 @pytest.fixture(scope="module")
-def system() -> Iterator[System]:
-    """The real model, whose prompts take seconds in chunks of 64 tokens."""
-    with running("--dtype", "float32", "--prefill", "2", "--decode", "1", **QUICK, TANDEM_TRANSFER="tcp") as system:
+def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    folder = tmp_path_factory.mktemp("model")
+    save_tiny(folder, "llama", **SHAPE)
+    flags = ("--model", str(folder), "--dtype", "float32", "--prefill", "2", "--decode", "1")
+    with running(*flags, **QUICK, TANDEM_TRANSFER="tcp") as system:
         yield system
 
 
@@ -62,7 +70,7 @@ def kill(worker: dict) -> None:
 @pytest.mark.parametrize("disturb", [reset_link, kill])
 def test_the_next_attempt_moves_only_the_rest(system: System, disturb: Callable[[dict], None]) -> None:
     """And the answer is that of a prompt that was computed and moved whole: greedy, in float32, in the same chunks."""
-    prompt = [(number * 37 + len(disturb.__name__)) % 1000 + 100 for number in range(NUM_TOKENS)]
+    prompt = [(number * 37 + len(disturb.__name__)) % 300 + 10 for number in range(NUM_TOKENS)]
     saved, before = decode_core(system)["counters"]["kv_saved_tokens"], num_arrived(system)
     nbytes_before = nbytes_arrived(system)
 
