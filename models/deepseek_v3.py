@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3 (DeepSeek-AI 2024), R1, Kimi K2.
+"""DeepSeek-V2 and V3 (DeepSeek-AI 2024), R1, Kimi K2; of Kimi K2.5 the text part.
 
 Attention over latents; mixtures with shared experts, whose experts V3 scores by a sigmoid and chooses by group.
 """
@@ -77,5 +77,9 @@ FAMILY = Family(
     "deepseek2",
     also=(_V2, "deepseek_v2"),
     read=deepseek_fields,
-    names=TensorNames(renamed=((".shared_experts.", ".shared_expert."),)),
+    multimodal="KimiK25ForConditionalGeneration",
+    names=TensorNames(
+        renamed=(("language_model.", ""), (".shared_experts.", ".shared_expert.")),
+        left_out=("vision_tower.", "mm_projector."),
+    ),
 )

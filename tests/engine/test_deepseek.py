@@ -2,13 +2,15 @@
 
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import DeepseekV3ForCausalLM
+from torch import Tensor
+from transformers import DeepseekV3ForCausalLM, PreTrainedModel
 
 from bench.models.transformers_oracle import greedy as oracle_greedy
 from checkpoint.huggingface.model_config import model_config
@@ -17,12 +19,15 @@ from engine.cache.sizing import one_group_layout
 from engine.loader import load_engine
 from engine.model_loader.tensor_parallel_shards import Shard, kv_shard
 from tests.engine.driving import answers, drain, greedy, random_prompts, request, settings
-from tests.engine.quantized_models import block_config, fp8_blocks
-from tests.engine.tiny_models import VOCAB, change_config, save_tiny
+from tests.engine.quantized_models import Packed, block_config, fp8_blocks, packed
+from tests.engine.tiny_models import VOCAB, as_multimodal, change_config, save_tiny
 from tests.models.test_public_configs import RELEASED
 
 PROMPTS = random_prompts(VOCAB, (5, 70))
-V3 = next(released["config"] for released in RELEASED if released["model"] == "deepseek-ai/DeepSeek-V3")
+V3, K2_5 = (
+    next(released["config"] for released in RELEASED if released["model"] == name)
+    for name in ("deepseek-ai/DeepSeek-V3", "moonshotai/Kimi-K2.5")
+)
 V2 = {**V3, "architectures": ["DeepseekV2ForCausalLM"], "topk_method": "greedy", "scoring_func": "softmax"}
 
 
@@ -63,24 +68,46 @@ def test_numbers_depend_on_neither_the_batch_nor_the_chunks(dtype: str, tmp_path
     assert told([prompts, prompts], max_batched_tokens=48, max_mixed_tokens=16) == alone * 2
 
 
+def save_packed(folder: Path, pack: Callable[[Tensor], Packed], part: str, config: dict[str, Any]) -> PreTrainedModel:
+    """Quantize the matrices of a saved model that have `part` in their names; return what it then stands for."""
+    tensors, plain = load_file(folder / "model.safetensors"), folder / "plain"
+    dense = dict(tensors)
+    for name in [name for name in tensors if part in name]:
+        packed, dense[name] = pack(tensors.pop(name))
+        tensors |= {f"{name.removesuffix('weight')}{key}": value.contiguous() for key, value in packed.items()}
+    plain.mkdir()
+    (plain / "config.json").write_text((folder / "config.json").read_text())
+    save_file(dense, plain / "model.safetensors", {"format": "pt"})
+    save_file(tensors, folder / "model.safetensors")
+    change_config(folder, {"quantization_config": config})
+    return DeepseekV3ForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
+
+
 def test_blocks_of_fp8_are_widened_those_of_the_latents_too(tmp_path: Path) -> None:
     """The last block of rows of kv_a_proj_with_mqa is not a whole one, as in the released checkpoints."""
     widths = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128, "v_head_dim": 64}
     save_tiny(tmp_path, "deepseek_v3", **widths, q_lora_rank=128, kv_lora_rank=128, num_hidden_layers=2)
-    tensors, plain = load_file(tmp_path / "model.safetensors"), tmp_path / "plain"
-    dense = dict(tensors)
-    for name in [name for name in tensors if "_proj" in name]:
-        packed, dense[name] = fp8_blocks(tensors.pop(name))
-        tensors |= {f"{name.removesuffix('weight')}{key}": value.contiguous() for key, value in packed.items()}
-    assert tensors["model.layers.0.self_attn.kv_a_proj_with_mqa.weight_scale_inv"].shape == (2, 1)
-    plain.mkdir()
-    (plain / "config.json").write_text((tmp_path / "config.json").read_text())
-    save_file(dense, plain / "model.safetensors", {"format": "pt"})
-    save_file(tensors, tmp_path / "model.safetensors")
-    change_config(tmp_path, {"quantization_config": block_config()})
-    widened = DeepseekV3ForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
+    widened = save_packed(tmp_path, fp8_blocks, "_proj", block_config())
+    stored = load_file(tmp_path / "model.safetensors")
+    assert stored["model.layers.0.self_attn.kv_a_proj_with_mqa.weight_scale_inv"].shape == (2, 1)
     expected = [oracle_greedy(widened, prompt, 12) for prompt in PROMPTS]
     assert answers(load_engine(settings(model=str(tmp_path))), PROMPTS, greedy()) == expected
+
+
+def test_the_text_part_of_kimi_k2_5_is_served_with_its_experts_in_int4(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_tiny(tmp_path, "deepseek_v3", moe_intermediate_size=64, num_hidden_layers=2)
+    config = K2_5["text_config"]["quantization_config"]
+    widened = save_packed(tmp_path, lambda weight: packed(weight, group=32), ".experts.", config)
+    as_multimodal(tmp_path, K2_5["architectures"][0], "kimi_k25", "vision_tower.encoder", "mm_projector.proj.0")
+    whole = json.loads((tmp_path / "config.json").read_text())
+    whole["text_config"]["quantization_config"] = whole.pop("quantization_config")  # as it is released
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    expected = [oracle_greedy(widened, prompt, 12) for prompt in PROMPTS]
+    with caplog.at_level(logging.INFO):
+        assert answers(load_engine(settings(model=str(tmp_path))), PROMPTS, greedy()) == expected
+    assert "2 tensors of the vision tower are not read" in caplog.text
 
 
 def test_layers_for_multi_token_prediction_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

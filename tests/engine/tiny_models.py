@@ -315,11 +315,12 @@ def as_multimodal(
     architecture: str = "Llama4ForConditionalGeneration",
     model_type: str = "llama4",
     tower: str = "vision_model.layernorm_pre",
+    projector: str = "multi_modal_projector.x",
 ) -> None:
     """A saved Llama 4 again, or another, beside a vision tower."""
     file = folder / "model.safetensors"
     tensors = {f"language_model.{name}": tensor for name, tensor in load_file(file).items()}
-    vision = {f"{name}.weight": torch.ones(2, 2) for name in (tower, "multi_modal_projector.x")}
+    vision = {f"{name}.weight": torch.ones(2, 2) for name in (tower, projector)}
     save_file(tensors | vision, file)
     config = json.loads((folder / "config.json").read_text())
     whole = {"architectures": [architecture], "model_type": model_type, "text_config": config}

@@ -19,7 +19,7 @@ PROMPTS = [random.Random(i).choices(range(2, 256), k=5 + 23 * i) for i in range(
 MAX_TOKENS = 16
 
 
-EVERYWHERE = {"gpt_oss", "llama", "llama3", "llama4", "mistral", "qwen2", "qwen3", "qwen3_moe"}
+EVERYWHERE = {"deepseek_v3", "gpt_oss", "llama", "llama3", "llama4", "mistral", "qwen2", "qwen3", "qwen3_moe"}
 """The families whose KV crosses each transport; that of the others lies in pages as theirs does, and crosses one."""
 WAYS = [
     (family, transfer)
