@@ -45,12 +45,24 @@ class EmbeddingForm:
 
 
 @dataclass(frozen=True)
+class ScoreForm:
+    """How a score is made of what a classifier gives for a pair of texts.
+
+    `is_sigmoid`: it is between 0 and 1. `fault`: why none is made; empty for none.
+    """
+
+    fault: str = ""
+    is_sigmoid: bool = True
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """A model's files and what they state.
 
     `name` is the served id; `path` the GGUF file or the folder; `chat_template` is None for a base model;
     `quantization` is set for a folder whose matrices are not plain numbers; `tool_template` replaces the chat template
-    in conversations with tools, if it is another; `advice` comes from those who made the model.
+    in conversations with tools, if it is another; `advice` comes from those who made the model; `score` is set for a
+    classifier, which writes no text.
     """
 
     name: str
@@ -67,6 +79,7 @@ class Checkpoint:
     tool_template: str | None = None
     advice: Advice = Advice()
     embedding: EmbeddingForm = EmbeddingForm()
+    score: ScoreForm | None = None
 
     def tokenizer(self) -> Tokenizer:
         """Return a new tokenizer.

@@ -103,7 +103,7 @@ class Engine:
             self.adapters.load(name, path)
         self._intake = intake = Intake(
             table, scheduler, grammars, vocab_size, max_model_len, settings.max_num_waiting, self.runner.gives_hidden,
-            self.adapters,
+            self.adapters, checkpoint.config.num_labels > 0,
         )  # fmt: skip
         self.deferred = blocks = DeferredRelease(pool)
         self._reserved_loads = loads = ReservedLoads(table, pool)

@@ -26,10 +26,11 @@ class Intake:
         max_num_waiting: int,
         gives_hidden: bool,
         adapters: Adapters,
+        is_classifier: bool,
     ) -> None:
         self._table, self._scheduler, self._grammars = table, scheduler, grammars
         self._vocab_size, self._max_model_len, self._max_num_waiting = vocab_size, max_model_len, max_num_waiting
-        self._gives_hidden, self._adapters = gives_hidden, adapters
+        self._gives_hidden, self._adapters, self._is_classifier = gives_hidden, adapters, is_classifier
         self._compiling: dict[Sequence, Callable[[Sequence], None]] = {}
 
     @property
@@ -62,6 +63,8 @@ class Intake:
             raise RequestError("the prompt is empty", "prompt")
         if request.sampling.returns_embedding and not self._gives_hidden:
             raise RequestError("this worker gives no embeddings: workers on CPUs do")
+        if self._is_classifier and not request.sampling.returns_embedding:
+            raise RequestError("this model classifies texts, and writes none")
         if num_tokens >= self._max_model_len:
             raise RequestError(
                 f"the prompt has {num_tokens} tokens; the longest that leaves room for an answer "

@@ -248,6 +248,8 @@ class ModelConfig:
     Rope leaves `unturned_layers` alone, whose q are scaled by `tuning`. `plain_qk_norm`: q and k of the others are
     normalised without gains. `joint_qk_norm`: q and k are normalised over all heads together.
 
+    `num_labels`: the rows of a head that classifies texts, in place of one for tokens; 0 for none.
+
     `rotary_dim`: so many columns of a head are turned, 0 for all. `window_rope`: that of windowed layers, where it is
     another. `latent`: all heads share a row of it, the one KV head; `head_dim` is the width of their q. Behind the
     layers there may be weights of `num_mtp_layers` for multi-token prediction.
@@ -291,6 +293,7 @@ class ModelConfig:
     recurrence: Recurrence | None = None
     recurrent_layers: tuple[int, ...] = ()
     output_gate: bool = False
+    num_labels: int = 0
 
     @property
     def kv_width(self) -> int:

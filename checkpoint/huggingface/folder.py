@@ -8,11 +8,12 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from checkpoint.checkpoint import Advice, Checkpoint, WeightFormat
+from checkpoint.checkpoint import Advice, Checkpoint, EmbeddingForm, WeightFormat
 from checkpoint.huggingface.embedding_modules import embedding_form
 from checkpoint.huggingface.json_files import read_json
 from checkpoint.huggingface.model_config import model_config, text_part
 from checkpoint.huggingface.safetensors_index import tensor_files
+from checkpoint.huggingface.score_form import score_form
 from checkpoint.quantization import Quantization, Scheme, read_quantization, refuse_other_packings
 from checkpoint.validation import is_whole
 from contracts.errors import ConfigError
@@ -29,7 +30,8 @@ _ADVISED = {
     "repetition_penalty": (0, 100),
 }
 _ABOVE = {"top_p", "repetition_penalty"}
-_HEADS = {"lm_head.weight", "language_model.lm_head.weight", "lm_head.qweight"}  # plain; Llama 4's; GPTQ's and AWQ's
+_HEADS = {"lm_head.weight", "language_model.lm_head.weight", "lm_head.qweight", "lm_head.weight_packed"}
+"""The output head of its own: plain; Llama 4's; GPTQ's and AWQ's; compressed-tensors'."""
 
 
 def open_folder(path: Path, name: str | None = None) -> Checkpoint:
@@ -65,7 +67,8 @@ def open_folder(path: Path, name: str | None = None) -> Checkpoint:
         quantization=_quantization(model, config, path),
         tool_template=templates.get("tool_use"),
         advice=advice_of(generation, str(path / "generation_config.json")),
-        embedding=embedding_form(path),
+        embedding=embedding_form(path) if not model.num_labels else EmbeddingForm("it classifies texts; POST /score"),
+        score=score_form(config, model.num_labels),
     )
 
 

@@ -16,6 +16,7 @@ _COUNTS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     "max_position_embeddings",
 )
+_CLASSIFIER = "ForSequenceClassification"
 _OPTIONAL_COUNTS = ("num_key_value_heads", "head_dim")
 
 
@@ -36,7 +37,9 @@ def text_part(config: dict[str, Any], source: str) -> dict[str, Any]:
 
 def model_config(config: dict[str, Any], source: str) -> ModelConfig:
     """Return the fields of a config.json that matter here; refuse those that can't be ignored."""
-    family = family_of(_architecture(config, source), source)
+    architecture = _architecture(config, source)
+    stem = architecture.removesuffix(_CLASSIFIER)
+    family = family_of(architecture if stem == architecture else f"{stem}ForCausalLM", source)
     config = {**family.defaults, **config}
     _refuse_unsupported(config, source, family)
     try:
@@ -44,6 +47,8 @@ def model_config(config: dict[str, Any], source: str) -> ModelConfig:
         model = _model_config(family, config, source)
         if family.read is not None:
             model = replace(model, **family.read(config, source))
+        if stem != architecture:
+            model = replace(model, num_labels=_num_labels(config, source), tied_embeddings=False)
         require_model(model, f"{source}/config.json")
         return model
     except KeyError as error:
@@ -57,6 +62,16 @@ def _architecture(config: dict[str, Any], source: str) -> str:
     if not isinstance(listed, list):
         raise ConfigError(f"{source}/config.json: architectures is {listed!r}; a list of names is expected")
     return str(listed[0])
+
+
+def _num_labels(config: dict[str, Any], source: str) -> int:
+    """Return the labels of a classifier: two where a config.json does not say, as in transformers."""
+    labels = config.get("id2label")
+    if labels is not None and not isinstance(labels, dict):
+        raise ConfigError(f"{source}/config.json: id2label is {labels!r}; a table of labels is expected")
+    count = len(labels) if labels else config.get("num_labels", 2)
+    require_count(count, "num_labels", f"{source}/config.json")
+    return count
 
 
 def _require_counts(config: dict[str, Any], source: str) -> None:

@@ -46,7 +46,8 @@ class Logits:
     """`sampled` `[len(sample_rows), vocab]` float32.
 
     `scored` computes the parts of `score_rows` as it is read. `aux`: `[M, hidden]` float32 of each of the aux layers,
-    what goes into it. `hidden` `[len(sample_rows), hidden]` float32: the rows behind the final norm, if wanted.
+    what goes into it. `hidden` `[len(sample_rows), hidden]` float32: the rows behind the final norm, if wanted; of a
+    classifier its logits.
     """
 
     sampled: torch.Tensor
@@ -68,7 +69,7 @@ class Decoder:
         self.heads = head_shape(config)
         self._weights, self._aux_layers = weights, aux_layers
         self._residual, self._turns = Residual(config), RotaryTurns(config, max_model_len)
-        self._embedding_scale = config.multipliers.embedding
+        self._embedding_scale, self._is_classifier = config.multipliers.embedding, config.num_labels > 0
 
     @torch.inference_mode()
     def forward(
@@ -99,12 +100,17 @@ class Decoder:
         else:
             ends = self._wanted_ends(x, mixed, left, own)
         sampled = ends(inputs.sample_rows, inputs.num_answer_samples)
+        logits = self._logits(sampled)
         return Logits(
-            self._logits(sampled),
+            logits,
             (self._logits(ends(rows, 0)) for rows in inputs.score_rows),
             tuple(aux[index] for index in self._aux_layers),
-            self._state(sampled) if wants_hidden else None,
+            self._pooled(sampled, logits) if wants_hidden else None,
         )
+
+    def _pooled(self, ends: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Return what is told of whole texts: rows behind the final norm, or a classifier's logits."""
+        return logits if self._is_classifier else self._state(ends)
 
     def _wanted_ends(
         self, x: torch.Tensor, mixed: torch.Tensor, left: LogitRows | None, lora: LayerLora | None

@@ -162,7 +162,8 @@ class CpuWeightLoader:
     def ends(self) -> tuple[torch.Tensor, torch.Tensor | None, Linear, torch.Tensor]:
         """The embedding table, the final norm's gain unless folded, the output head, and its gain."""
         embedding = self._tensors.embedding()
-        head = embedding if self._config.tied_embeddings else self._tensors.fused("", "head")
+        part = "score" if self._config.num_labels else "head"
+        head = embedding if self._config.tied_embeddings else self._tensors.fused("", part)
         own = self._gain("model.norm")
         gain = own * self._config.multipliers.logits
         return embedding, self._unfolded(gain), self._format.head(self._fold(head, gain), None), own

@@ -25,8 +25,9 @@ PARTS = {
     "shared_gate_up": ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
     "shared_down": ("mlp.shared_expert.down_proj",),
     "head": ("lm_head",),
+    "score": ("score",),
 }
-"""The modules of a layer whose matrices are one product; the output head, which has no prefix."""
+"""The modules of a layer whose matrices are one product; the head for tokens, or for labels, which has no prefix."""
 
 
 ExpertMatrix = torch.Tensor | Fp8Matrix
@@ -76,6 +77,7 @@ class ModelTensors:
         self._config, self._source, self._interleaved = config, source, interleaved
         hidden = config.hidden_size
         self._shapes = layer_shapes(config) | {"lm_head": (num_head_rows or config.vocab_size, hidden)}
+        self._shapes["score"] = (config.num_labels, hidden)
         if config.experts is not None:
             inner = config.experts.shared_size or config.experts.intermediate_size
             self._shapes |= {f"mlp.shared_expert.{name}_proj": (inner, hidden) for name in ("gate", "up")}

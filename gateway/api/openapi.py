@@ -301,6 +301,38 @@ class DetokenizeReply(msgspec.Struct):
     prompt: str
 
 
+class ScoreEntry(msgspec.Struct):
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class ScoresReply(msgspec.Struct):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[ScoreEntry]
+    usage: EmbeddingUsage
+
+
+class RankedText(msgspec.Struct):
+    text: str
+
+
+class RankedDocument(msgspec.Struct):
+    index: int
+    document: RankedText
+    relevance_score: float
+
+
+class RerankReply(msgspec.Struct):
+    id: str
+    model: str
+    usage: EmbeddingUsage
+    results: list[RankedDocument]
+
+
 class ModelCard(msgspec.Struct):
     id: str
     object: Literal["model"]

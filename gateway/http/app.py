@@ -16,6 +16,7 @@ from gateway.http.routes import (
     models,
     render,
     responses,
+    scores,
     tokenize,
 )
 
@@ -28,7 +29,7 @@ def make_app(context: AppContext) -> FastAPI:
     _add_access(app, context)
     app.add_middleware(RequestCountMiddleware, requests=context.metrics.http_requests)
     add_error_handlers(app)
-    for subject in (generation, responses, messages, embeddings, render, tokenize, models, adapters, health):
+    for subject in (generation, responses, messages, embeddings, scores, render, tokenize, models, adapters, health):
         app.router.routes += subject.router.routes
     return app
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from fastapi import Request, Response
 
+from contracts.errors import RequestError
 from gateway.api.response_formatter import ResponseFormatter
 from gateway.generation.generation_state import GenerationState
 from gateway.http.context import AppContext
@@ -27,8 +28,10 @@ def start_generation(
 def begin_generation(
     request: Request, asks: list[GenerationRequest], replies: ResponseFormatter, style: Style
 ) -> Response:
-    """Return the same in a given style."""
+    """Return the same in a given style. Raises RequestError for text of a classifier."""
     context: AppContext = request.app.state.context
+    if context.checkpoint.score is not None and not asks[0].sampling.returns_embedding:
+        raise RequestError("this model classifies texts, and writes none: POST /score or /rerank")
     account: TenantAccount | None = getattr(request.state, "tenant", None)
     if account is not None:
         facts = {"tenant": account.name, "weight": account.tenant.weight}

@@ -11,7 +11,13 @@ from contracts.errors import RequestError
 from gateway.api.anthropic.schema import CountTokensRequest, MessagesRequest
 from gateway.api.openai.schema import DetokenizeRequest, ResponsesRequest, TokenizeRequest, parse
 from gateway.http.context import AppContext
-from gateway.prompting.request_fields import ChatRequest, CompletionRequest, EmbeddingRequest
+from gateway.prompting.request_fields import (
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
 from service.request_body import read_body
 
 BODY_TIMEOUT_S = 30.0
@@ -49,6 +55,8 @@ class BodyOf:
 ChatBody = Annotated[ChatRequest, Depends(BodyOf(ChatRequest))]
 CompletionBody = Annotated[CompletionRequest, Depends(BodyOf(CompletionRequest))]
 ResponsesBody = Annotated[ResponsesRequest, Depends(BodyOf(ResponsesRequest))]
+ScoreBody = Annotated[ScoreRequest, Depends(BodyOf(ScoreRequest))]
+RerankBody = Annotated[RerankRequest, Depends(BodyOf(RerankRequest))]
 EmbeddingBody = Annotated[EmbeddingRequest, Depends(BodyOf(EmbeddingRequest))]
 MessagesBody = Annotated[MessagesRequest, Depends(BodyOf(MessagesRequest))]
 CountTokensBody = Annotated[CountTokensRequest, Depends(BodyOf(CountTokensRequest))]

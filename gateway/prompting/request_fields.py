@@ -132,6 +132,37 @@ class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
     request_id: RequestId | None = None
 
 
+Texts = str | Annotated[list[str], Meta(min_length=1, max_length=256)]
+
+
+class Scoring(msgspec.Struct, frozen=True, kw_only=True):
+    """What requests for scores share. None: not given."""
+
+    model: str | None = None
+    truncate_prompt_tokens: PromptLimit | None = None
+    truncation_side: Side | None = None
+    priority: Int64 | None = None
+    cache_salt: Word | None = None
+    request_id: RequestId | None = None
+
+
+class ScoreRequest(Scoring, frozen=True, kw_only=True):
+    """Pairs of texts to score; vLLM calls them `queries` and `documents`, too."""
+
+    text_1: Texts | None = None
+    text_2: Texts | None = None
+    queries: Texts | None = None
+    documents: Texts | None = None
+
+
+class RerankRequest(Scoring, frozen=True, kw_only=True):
+    """Documents to bring in the order in which they fit a query; `top_n` of them are wanted, 0 for all."""
+
+    query: str
+    documents: Annotated[list[str], Meta(min_length=1, max_length=256)]
+    top_n: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+
+
 class CompletionRequest(Detailed, frozen=True, kw_only=True):
     """`max_tokens` may be 0 with `echo`: the prompt is scored and nothing is said."""
 

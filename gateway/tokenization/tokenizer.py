@@ -50,6 +50,11 @@ class PromptTokenizer:
     async def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         return await self._aside(texts, lambda: [self._encode(text, add_special_tokens) for text in texts])
 
+    async def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[list[int]]:
+        """Return each pair of texts as one prompt, joined as the tokenizer joins pairs."""
+        lengths = [first + second for first, second in pairs]
+        return await self._aside(lengths, lambda: [each.ids for each in self.tokenizer.encode_batch(list(pairs))])
+
     async def decode(self, prompts: Sequence[Sequence[int]]) -> list[str]:
         """Return the texts of token ids, special tokens included."""
         return await self._aside(prompts, lambda: self.tokenizer.decode_batch(prompts, skip_special_tokens=False))

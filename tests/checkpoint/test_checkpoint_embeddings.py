@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from checkpoint.checkpoint import EmbeddingForm
+from checkpoint.checkpoint import EmbeddingForm, ScoreForm
 from checkpoint.huggingface.embedding_modules import embedding_form
+from checkpoint.huggingface.score_form import score_form
 from contracts.errors import ConfigError
 
 
@@ -59,3 +60,22 @@ def test_a_damaged_file_is_named(tmp_path: Path):
 @pytest.mark.parametrize("stated", ["lasttoken", ["lasttoken"]])
 def test_the_newer_form_of_the_file_is_read_too(tmp_path: Path, stated: Any):
     assert embedding_form(save(tmp_path, ["Transformer", "Pooling"], {"pooling_mode": stated})).fault == ""
+
+
+@pytest.mark.parametrize(
+    ("config", "form"),
+    [
+        ({}, ScoreForm()),
+        ({"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Sigmoid"}}, ScoreForm()),
+        ({"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}, ScoreForm(is_sigmoid=False)),
+        ({"sbert_ce_default_activation_function": "torch.nn.Identity"}, ScoreForm(is_sigmoid=False)),
+        (
+            {"sbert_ce_default_activation_function": "a.Tanh"},
+            ScoreForm("its scores are made by a.Tanh, which is not supported"),
+        ),
+    ],
+)
+def test_scores_are_made_as_a_classifier_s_configuration_says(config: dict[str, Any], form: ScoreForm):
+    assert score_form(config, 1) == form
+    assert score_form(config, 0) is None
+    assert score_form(config, 3) == ScoreForm("it has 3 labels (id2label); a score is made of one")

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForSequenceClassification
 
 from bench.models.transformers_oracle import oracle
 from checkpoint import open_checkpoint
@@ -88,3 +89,25 @@ def test_a_gpu_refuses_them(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="gives no embeddings: workers on CPUs do"):
         engine.submit(request("a", [3, 4], EMBEDDING))
     assert len(answers(engine, [[3, 4]], greedy(2))[0]) == 2
+
+
+@pytest.mark.parametrize(("labels", "family"), [(1, "qwen3"), (3, "llama")])
+def test_a_classifier_gives_transformers_logits_of_its_labels(tmp_path, labels, family):
+    prompts = random_prompts(VOCAB, LENGTHS)
+    config = save_tiny(tmp_path, family).config
+    config.num_labels, config.pad_token_id = labels, 2
+    torch.manual_seed(3)
+    model = AutoModelForSequenceClassification.from_config(config).eval()
+    model.save_pretrained(tmp_path)
+    engine = load_engine(settings(model=str(tmp_path), max_batched_tokens=48))
+    for index, prompt in enumerate(prompts):
+        engine.submit(request(str(index), prompt, EMBEDDING))
+    rows = {str(one.request_id): one.token.embedding or b"" for output in drain(engine) for one in output.sampled}
+    with torch.inference_mode():
+        expected = [
+            model(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt))).logits[0] for prompt in prompts
+        ]
+    for index, logits in enumerate(expected):
+        assert np.frombuffer(rows[str(index)], "<f4") == pytest.approx(logits.numpy(), abs=2e-5)
+    with pytest.raises(RequestError, match="this model classifies texts, and writes none"):
+        engine.submit(request("text", prompts[0], greedy(1)))

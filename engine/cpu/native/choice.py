@@ -97,6 +97,7 @@ def unfit(config: ModelConfig) -> str | None:
         "norms after attention and MLP": config.norms is not NormPlacement.BEFORE,
         "GELU": config.activation is not Activation.SILU,
         "multipliers": config.multipliers != Multipliers(),
+        "head that classifies texts": config.num_labels > 0,
     }
     lacking = [name for name, is_there in has_more.items() if is_there]
     if lacking:

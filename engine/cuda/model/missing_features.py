@@ -17,6 +17,7 @@ def missing_feature(config: ModelConfig) -> str | None:
         "a sliding_window": bool(config.windowed_layers) and not (config.sinks or config.segment),
         "recurrent layers": config.recurrence is not None,
         "a gate at attention's output": config.output_gate,
+        "a head that classifies texts": config.num_labels > 0,
         "a gated shared_expert": experts is not None and experts.shared_size > 0,
     }
     return next((name for name, is_there in lacking.items() if is_there), None)

@@ -129,7 +129,8 @@ def parse(body: bytes, kind: type[Kind]) -> Kind:
     Invalid UTF-8, NaN, deep nesting and lone surrogates are errors too.
     """
     fields = _json_object(body)
-    refuse_unhonoured(fields, REFUSED)
+    own = set(getattr(kind, "__struct_fields__", ()))  # `documents` of a chat are refused, those of scores are not
+    refuse_unhonoured({name: value for name, value in fields.items() if name not in own}, REFUSED)
     refuse_unhonoured(fields, _REFUSED_OF.get(kind, {}))
     return converted(fields, kind)
 

@@ -33,6 +33,8 @@ REPLIES = [
     ("POST", "/v1/completions/render", ASK | {"stream": True}, list[openapi.RenderReply]),
     ("POST", "/v1/embeddings", {"input": ["hi", "ho"]}, openapi.EmbeddingsReply),
     ("POST", "/v1/embeddings", {"input": "hi", "encoding_format": "base64"}, openapi.EmbeddingsReply),
+    ("POST", "/v1/score", {"text_1": "hi", "text_2": "ho"}, openapi.ScoresReply),
+    ("POST", "/v1/rerank", {"query": "hi", "documents": ["ho"]}, openapi.RerankReply),
     ("POST", "/tokenize", {"prompt": "hi"}, openapi.TokenizeReply),
     ("POST", "/tokenize", {"prompt": "hi", "return_token_strs": True}, openapi.TokenizeReply),
     ("POST", "/tokenize", SAY, openapi.TokenizeReply),
