@@ -34,7 +34,7 @@ class FairTurns:
 
     def __init__(self) -> None:
         self._bands: OrderedDict[int, _Band] = OrderedDict()
-        self._num_given = 0
+        self._num_given, self._floor = 0, 0.0
 
     def give(self, priority: int, tenant: str, cost: float) -> Turn:
         """Return the turn of a request that comes now. `cost`: its tokens over its tenant's weight."""
@@ -58,8 +58,10 @@ class FairTurns:
             ends[tenant] -= cost
 
     def _band(self, priority: int) -> _Band:
-        band = self._bands.setdefault(priority, _Band())
+        if (band := self._bands.get(priority)) is None:
+            band = self._bands[priority] = _Band(now=self._floor)
         self._bands.move_to_end(priority)
-        if len(self._bands) > MOST_BANDS:
-            self._bands.popitem(last=False)
+        if len(self._bands) > MOST_BANDS:  # a band that begins anew begins behind all turns that wait in it
+            _, old = self._bands.popitem(last=False)
+            self._floor = max(self._floor, old.now, *old.ends.values())
         return band

@@ -79,6 +79,7 @@ class Handoff:
         assert sequence.lease is not None
         sequence.lease.num_owners += 1
         sequence.status, sequence.turn = Status.RESERVED, turn
+        sequence.cost = 0.0  # its turn is served: nothing of that comes back
         self._scheduler.turns.begin(*urgency)
         if num_tokens is not None:  # the tokens of the answer were decoded
             sequence.num_prefilled = sequence.answer_start

@@ -127,6 +127,8 @@ class Scheduler:
         elif sequence.status is Status.LOADING and self.lower_tiers is not None:
             self.lower_tiers.cancel(sequence.request_id)
             del self.loading[sequence.request_id]
+            if not sequence.started:
+                self.turns.give_back(sequence.priority, sequence.tenant, sequence.cost)
 
     def take_blocks(self, sequence: Sequence, num_tokens: int, num_spare: int, num_incoming: int | None = None) -> bool:
         """Give `sequence` blocks for so many tokens, the cached ones of its prompt first: those are computed.

@@ -12,17 +12,17 @@ class ConcurrencyLimit:
     """A limit of the answers in progress, those that wait for a place included."""
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
+        self.limit = limit
         self.num_taken = 0
 
     @property
     def num_free(self) -> int:
-        return self._limit - self.num_taken
+        return self.limit - self.num_taken
 
     def take(self, count: int) -> None:
         """Raises Overloaded, and then nothing is taken."""
         if count > self.num_free:
-            raise Overloaded(f"more than {self._limit} answers in progress")
+            raise Overloaded(f"more than {self.limit} answers in progress")
         self.num_taken += count
 
     def give_back(self, count: int) -> None:

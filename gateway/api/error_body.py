@@ -1,5 +1,6 @@
 """The one shape of an error's body, and when to come again."""
 
+from math import ceil
 from typing import Any
 
 from contracts.errors import TandemError
@@ -35,4 +36,4 @@ def retry_headers(error: TandemError) -> dict[str, str]:
     """
     if status_of(error.code) not in (429, 503):
         return {}
-    return {"Retry-After": str(max(1, round(getattr(error, "retry_after_s", 1.0))))}
+    return {"Retry-After": str(max(1, ceil(getattr(error, "retry_after_s", 1.0))))}

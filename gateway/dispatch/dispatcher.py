@@ -172,7 +172,8 @@ class Dispatcher:
         left = ask.sampling.max_tokens - answer.num_tokens
         lacking = self.workers.lacking(ask.adapter)
         start = chain_start(ask.cache_salt, ask.adapter)
-        route = await self._store.place(request_id, epoch, token_ids, left, [*exclude, *lacking], start, ask.room)
+        room = ask.room if epoch == 1 else 1.0  # what has begun is no new request when it is placed again
+        route = await self._store.place(request_id, epoch, token_ids, left, [*exclude, *lacking], start, room)
         log.debug(
             "%s is placed: prompt of %d tokens on %s, answer on %s (attempt %d)",
             request_id, len(token_ids), route.prefill.worker_id, route.decode.worker_id, route.epoch,

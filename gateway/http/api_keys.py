@@ -13,6 +13,8 @@ from gateway.tenants.tenant_file import digest_of
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/metrics", "/version", *FILES})
 
+OPERATORS_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+
 
 class ApiKeyMiddleware:
     """A door for clients that show a key, while what watches over the service needs none.
@@ -33,6 +35,9 @@ class ApiKeyMiddleware:
             return await self._app(scope, receive, send)
         for key in _shown(Headers(scope=scope)):
             account = self._tenants.of_key(key)
+            if account is not None and _is_operators(scope):
+                why = "this shows or changes what is all tenants': it needs a key of TANDEM_API_KEY"
+                return await self._refuse(Request(scope), why)(scope, receive, send)
             if account is not None or digest_of(key) in self._digests:
                 scope.setdefault("state", {})["tenant"] = account
                 return await self._app(scope, receive, send)
@@ -45,9 +50,22 @@ def _shown(headers: Headers) -> list[str]:
     tokens = [token] if scheme.lower() == "bearer" else []
     # Headers are read as Latin-1; a key with other letters came as UTF-8.
     shown = [*tokens, headers.get("x-api-key", "")]
-    return [key.strip().encode("latin-1").decode(errors="surrogateescape") for key in shown]
+    keys = [key.strip(" \t").encode("latin-1").decode(errors="surrogateescape") for key in shown]
+    return [key for key in keys if key]
 
 
 def _is_open(scope: Scope) -> bool:
-    """A proxy may leave its own path in front."""
-    return scope["path"].removeprefix(scope.get("root_path", "")) in OPEN_PATHS
+    return _path(scope) in OPEN_PATHS
+
+
+def _is_operators(scope: Scope) -> bool:
+    """Return whether a path is not for tenants.
+
+    It tells of others' requests, or changes what others are served.
+    """
+    return _path(scope).startswith("/console/") or _path(scope) in OPERATORS_PATHS
+
+
+def _path(scope: Scope) -> str:
+    """Return the path that is asked for. A proxy may leave its own in front."""
+    return scope["path"].removeprefix(scope.get("root_path", ""))

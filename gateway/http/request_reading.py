@@ -8,7 +8,7 @@ import msgspec
 from fastapi import Depends, Request
 
 from contracts.errors import RequestError
-from gateway.api.anthropic.schema import CountTokensRequest, MessagesRequest
+from gateway.api.anthropic.schema import CountTokensRequest, MessagesPrompt, MessagesRequest
 from gateway.api.openai.schema import DetokenizeRequest, ResponsesRequest, TokenizeRequest, parse
 from gateway.http.context import AppContext
 from gateway.prompting.request_fields import (
@@ -68,6 +68,8 @@ def _with_names(asked: Any, defaults: dict[str, Any]) -> Any:
     """Return `asked` with the names for every chat template, where it has no others."""
     if not defaults or not hasattr(asked, "chat_template_kwargs"):
         return asked
+    if isinstance(asked, MessagesPrompt) and asked.thinking is not None:  # which is the client's word on it
+        defaults = {name: value for name, value in defaults.items() if name != "enable_thinking"}
     return msgspec.structs.replace(asked, chat_template_kwargs=defaults | (asked.chat_template_kwargs or {}))
 
 

@@ -15,6 +15,7 @@ _OUTCOMES = (
     "refused_requests_per_minute",
     "refused_tokens_per_minute",
     "refused_share",
+    "refused_room",
 )
 _KINDS = ("prompt", "cached", "completion")
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from contracts.errors import DeadlineExceeded, Overloaded, TandemError, Unavailable
+from contracts.errors import DeadlineExceeded, Overloaded, RequestError, TandemError, Unavailable
 from contracts.ids import RequestId
 from coordinator.request_states import RequestState
 from gateway.admission.limits import ConcurrencyLimit
@@ -133,34 +133,41 @@ class GenerationRun:
         self._count(status, code)
 
     def _take_room(self, now: float) -> None:
-        """Raises Overloaded, and then nothing is taken.
+        """Take room for all answers. Raises Overloaded or RequestError, and then nothing is taken.
 
-        A tenant may hold so many answers as are free, by its weight: with others that do the same it is left a fair
+        A tenant may hold so many answers as are left free, by its weight: with others that do the same it has a fair
         part, and a newcomer finds room (dynamic thresholds, Choudhury and Hahne 1998).
         """
         count, account = len(self.answers), self.account
         if account is None:
             self.admission.take(count)
         else:
-            most = account.tenant.weight * self.admission.num_free
-            if account.num_inflight + count > max(most, 1) and self.admission.num_taken:
-                why = f"has {account.num_inflight} answers in progress, and its part of this gateway is {most:.0f}"
-                raise account.refusal("share", why, 1.0)
-            for answer in self.answers:
-                answer.request = replace(answer.request, room=account.room)
-            account.take(count, _usage(self.answers).prompt_tokens, now)
+            self._require_share(account, count)
+            prompt_tokens = _usage(self.answers).prompt_tokens
+            for number, answer in enumerate(self.answers):
+                answer.request = replace(answer.request, room=account.room(number))
+            account.take(count, prompt_tokens, now)
             try:
                 self.admission.take(count)
             except Overloaded:
-                account.give_back(count, _usage(self.answers).prompt_tokens, now)
+                account.give_back(count, prompt_tokens, now)
                 raise
         self._num_admitted = count
+
+    def _require_share(self, account: TenantAccount, count: int) -> None:
+        weight, limit = account.tenant.weight, self.admission.limit
+        if count > max(1, at_most := int(limit * weight / (1 + weight))):
+            raise RequestError(f"{count} answers; the tenant '{account.name}' may have {at_most} at once here", "n")
+        most = max(1, weight * (self.admission.num_free - count))
+        if account.num_inflight + count > most:
+            why = f"has {account.num_inflight} answers in progress, and its part of this gateway is {most:.0f}"
+            raise account.refusal("share", why, 1.0)
 
     def _give_room_back(self) -> None:
         self.admission.give_back(self._num_admitted)
         if self.account is not None and self._num_admitted:
             usage, now = _usage(self.answers), time.monotonic()
-            if self._is_placed:
+            if self._num_begun:
                 counts = usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens
                 self.account.end(self._num_admitted, *counts, now)
             else:

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
-from contracts.errors import Overloaded
+from contracts.errors import Overloaded, RequestError
 from gateway.tenants.tenant_file import NOBODY, Tenant, TenantTable, digest_of
 from gateway.tenants.token_bucket import TokenBucket
 
@@ -33,24 +33,34 @@ class TenantAccount:
         self._tokens = _changed(self._tokens, tenant.tokens_per_minute, now)
         self.tenant = tenant
 
-    @property
-    def room(self) -> float:
-        """Return the part of the workers' queues that the next request may fill.
+    def room(self, num_more: int) -> float:
+        """Return the part of the workers' queues that a request may fill.
 
-        Half of them where the tenant has more of what is in progress than its part, by weight, beside one more tenant
-        that may come: that one finds room, and its turn is the first.
+        Half of them where the tenant, with `num_more` answers that it begins before this one, has more of what is in
+        progress than its part, by weight, beside one more tenant that may come: that one finds room, and its turn is
+        the first.
         """
         active = [one for one in self._all_accounts() if one.num_inflight or one is self]
-        fair = self.tenant.weight / (sum(one.tenant.weight for one in active) + 1)
-        return FLOODED_ROOM if self.num_inflight > fair * sum(one.num_inflight for one in active) else 1.0
+        own, fair = self.num_inflight + num_more, self.tenant.weight / (sum(one.tenant.weight for one in active) + 1)
+        return FLOODED_ROOM if own > fair * (sum(one.num_inflight for one in active) + num_more) else 1.0
+
+    def is_done(self, now: float) -> bool:
+        """Return whether nothing is in progress, and nothing taken that counts still."""
+        buckets = [bucket for bucket in (self._requests, self._tokens) if bucket is not None]
+        return not self.num_inflight and all(bucket.is_full(now) for bucket in buckets)
 
     def urgency(self, priority: int) -> int:
         """Return the priority that a request of this tenant has, if it asks for `priority`."""
         return max(priority, self.tenant.priority)
 
     def take(self, num_answers: int, prompt_tokens: int, now: float) -> None:
-        """Begin a request. Raises Overloaded, which says when to come again, and then nothing is taken."""
+        """Begin a request. Raises Overloaded, which says when to come again, and then nothing is taken.
+
+        Raises RequestError for one that could never be taken.
+        """
         most = self.tenant.max_inflight
+        if most is not None and num_answers > most:
+            raise RequestError(f"{num_answers} answers; the tenant '{self.name}' may have {most} at once", "n")
         if most is not None and self.num_inflight + num_answers > most:
             raise self.refusal("inflight", f"has {self.num_inflight} answers in progress, of at most {most}", 1.0)
         for limit, bucket, amount in (
@@ -71,6 +81,8 @@ class TenantAccount:
     def give_back(self, num_answers: int, prompt_tokens: int, now: float) -> None:
         """End a request that was not begun: it costs nothing."""
         self._spend(-1, -prompt_tokens, now)
+        self.counts["taken"] -= 1
+        self.counts["refused_room"] += 1
         self._leave(num_answers)
 
     def end(self, num_answers: int, prompt_tokens: int, cached_tokens: int, completion_tokens: int, now: float) -> None:
@@ -93,7 +105,7 @@ class TenantAccount:
 class TenantAccounts:
     """The accounts of all tenants, found by key.
 
-    Those of tenants that are gone stay while their requests run: whoever comes back has not got more by that.
+    Those of tenants that are gone stay until what they took counts no more: nobody gets more by coming back.
     """
 
     def __init__(self, table: TenantTable = NOBODY, now: float = 0.0) -> None:
@@ -112,8 +124,9 @@ class TenantAccounts:
             else:
                 account.change(tenant, now)
         self._table = table
-        kept = {name for name, account in self._accounts.items() if name in table.tenants or account.num_inflight}
-        self._accounts = {name: self._accounts[name] for name in kept}
+        gone = [name for name, account in self._accounts.items() if name not in table.tenants and account.is_done(now)]
+        for name in gone:
+            del self._accounts[name]
 
     def of_key(self, key: str) -> TenantAccount | None:
         """Return whose a key is; None if it is nobody's."""

@@ -40,7 +40,7 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     tokens_per_minute: _LIMIT | None = None
     max_inflight: _LIMIT | None = None
     priority: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] = 0
-    weight: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
+    weight: Annotated[float, Meta(ge=1e-3, le=1e3)] = 1.0
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,8 @@ def parse_tenants(text: str) -> TenantTable:
     tables = given.get("tenants", {})
     if not isinstance(tables, dict):
         raise ConfigError("'tenants' must be a table of tables: [tenants.NAME]")
+    if not tables:
+        raise ConfigError("names no tenant: nobody could ask for anything")
     tenants = {name: _tenant(name, fields) for name, fields in tables.items()}
     owners: dict[bytes, str] = {}
     for name, tenant in tenants.items():
@@ -107,6 +109,8 @@ def _digest(key: str, at: str) -> bytes:
     if key.startswith("sha256:"):
         if (found := _DIGEST.fullmatch(key)) is None:
             raise ConfigError(f"{at}: 'sha256:' is followed by 64 hexadecimal digits in lower case")
+        if bytes.fromhex(found[1]) == digest_of(""):
+            raise ConfigError(f"{at}: this is the digest of nothing, as of a variable that is not set")
         return bytes.fromhex(found[1])
     if not key or key != key.strip():
         raise ConfigError(f"{at}: a key is not empty, and has no space around it")

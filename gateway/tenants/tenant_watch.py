@@ -32,6 +32,9 @@ async def watch_tenants(path: Path, accounts: TenantAccounts, period_s: float = 
         except ConfigError as error:
             log.error("%s; the tenants of before hold", error)
             continue
+        except Exception:  # the watch goes on whatever happens: keys that are taken back must not go on working
+            log.exception("%s could not be read; the tenants of before hold", path)
+            continue
         accounts.replace(table, time.monotonic())
         log.info("%s was read again: %d tenants", path, len(table.tenants))
 

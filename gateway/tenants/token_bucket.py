@@ -21,6 +21,9 @@ class TokenBucket:
         missing = min(amount, self._per_minute) - self._level_at(now)
         return max(0.0, missing * 60 / self._per_minute)
 
+    def is_full(self, now: float) -> bool:
+        return self._level_at(now) >= self._per_minute
+
     def take(self, amount: int, now: float) -> None:
         """Take an amount, whether it is there or not; a negative one gives back."""
         self._level, self._at_s = min(self._level_at(now) - amount, float(self._per_minute)), now

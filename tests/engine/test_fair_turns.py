@@ -59,6 +59,15 @@ def test_who_was_idle_gets_no_more_for_that():
     assert [waiting[turn] for turn in sorted(waiting)] == ["b", "a", "b", "a", "b", "a"]
 
 
+def test_a_band_that_begins_anew_begins_behind_who_waits_in_it():
+    turns = FairTurns()
+    turns.begin(0, turns.give(0, "a", 100))
+    waiting = turns.give(0, "v", 50), turns.give(0, "v", 50)
+    for priority in range(1, MOST_BANDS + 1):
+        turns.give(priority, "a", 1)
+    assert turns.give(0, "a", 1) > max(waiting)
+
+
 def test_what_clients_choose_takes_no_more_memory():
     turns = FairTurns()
     for number in range(3 * MOST_TENANTS):

@@ -37,8 +37,19 @@ class ContentBlock:
 
     def _body(self, text: str) -> Body:
         if self.type == "tool_use":
-            return {"type": self.type, **self.head, "input": msgspec.json.decode(text) if text else {}}
+            return {"type": self.type, **self.head, "input": _input(text)}
         return {"type": self.type, self.type: text, **self.head}
+
+
+def _input(text: str) -> Body:
+    """Return a call's arguments.
+
+    What JSON can't carry on, such as half a surrogate pair, comes as it was written.
+    """
+    try:
+        return msgspec.json.decode(text) if text else {}
+    except msgspec.DecodeError:
+        return {"raw": text}
 
 
 class MessagesFormatter(SingleAnswer):

@@ -72,11 +72,16 @@ class GivenConversation:
 
     def named(self, error: RequestError) -> RequestError:
         """Return an error of the chat with the names and places that its fields have here."""
-        texts = [str(error), error.param or ""]
-        for name, own in _NAMES.items():
-            texts = [text.replace(name, own) for text in texts]
-        text, param = (_MESSAGE.sub(lambda found: self.places[int(found[1])], text) for text in texts)
-        return RequestError(text, "stop_sequences" if param == "stop" else param or None)
+        text, param = str(error), error.param or ""
+        own = _MESSAGE.sub(self._place, param)
+        for name, given in _NAMES.items():
+            own = own.replace(name, given)
+        own = "stop_sequences" if own == "stop" else own
+        return RequestError(text.replace(param, own) if param else text, own or None)
+
+    def _place(self, found: re.Match[str]) -> str:
+        index = int(found[1])
+        return self.places[index] if index < len(self.places) else found[0]
 
 
 def to_conversation(request: MessagesPrompt) -> GivenConversation:
@@ -87,6 +92,9 @@ def to_conversation(request: MessagesPrompt) -> GivenConversation:
     config = request.output_config
     wanted = None if config is None or config.format is None else JsonSchema(config.format.schema, "answer")
     is_open = request.messages[-1].role == "assistant"
+    if is_open and placed[-1][0].tool_calls:
+        why = "the last message of the assistant calls tools, and can't be gone on with: their results come next"
+        raise RequestError(f"{placed[-1][1]}: {why}", placed[-1][1])
     names = dict(request.chat_template_kwargs or {})
     if thinking is not None:
         names.setdefault("enable_thinking", thinking.type != "disabled")

@@ -10,7 +10,7 @@ from gateway.api.openapi import MessagesReply
 from gateway.reasoning.harmony import Harmony
 from tests.gateway.gateway_rig import gateway, pair
 from tests.gateway.sayings import saying, with_specials
-from tests.gateway.thinking_models import ANALYSIS, CHANNELS, FINAL, SAID
+from tests.gateway.thinking_models import ANALYSIS, CHANNELS, FINAL, HYBRID, SAID
 from tests.gateway.tool_calls import CALL, PARAMETERS, TWO
 
 pytestmark = pytest.mark.slow
@@ -146,6 +146,22 @@ async def test_a_call_that_is_cut_off_is_text_unless_it_was_told(checkpoint):
         assert reply["content"][0]["text"].startswith("<tool_call>") and reply["stop_reason"] == "max_tokens"
 
 
+async def test_arguments_that_json_cannot_carry_on_come_as_they_were_written(checkpoint):
+    broken = CALL.replace("Paris", "\\ud83d")
+    async with saying(checkpoint, broken) as (rig, _):
+        (call,) = (await ask(rig, max_tokens=200, tools=TOOLS))["content"]
+        assert call["input"] == {"raw": '{"city": "\\ud83d"}'}
+
+
+async def test_thinking_is_as_the_client_says_whatever_the_operators_default(checkpoint):
+    model = with_specials(checkpoint, HYBRID, ("<think>", "</think>"))
+    async with saying(model, "hello", default_chat_template_kwargs={"enable_thinking": True}) as (rig, _):
+        await ask(rig, thinking={"type": "disabled"})
+        assert prompt_of(rig).endswith("<think>\n\n</think>\n\n")
+        await ask(rig, thinking={"type": "disabled"}, chat_template_kwargs={"enable_thinking": True})
+        assert not prompt_of(rig).endswith("</think>\n\n")
+
+
 async def test_thoughts_are_blocks_unless_they_are_not_wanted(checkpoint):
     model = with_specials(checkpoint, CHANNELS, Harmony.markers)
     async with saying(model, f"{ANALYSIS}{FINAL}{SAID}<|return|>") as (rig, _):
@@ -245,6 +261,8 @@ def turns(*blocks: Any, role: str = "user") -> dict[str, Any]:
         ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "messages[99]"}}, "tool_choice"),
+        (turns(USE, role="assistant"), "messages[1]: the last message of the assistant calls tools"),
         ({"stop_sequences": ["a"] * 17}, "stop_sequences"),
         ({"mcp_servers": [{"type": "url"}]}, "mcp_servers"),
         ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "no"}}}}, "output_config.format"),

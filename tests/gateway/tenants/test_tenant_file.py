@@ -8,6 +8,7 @@ from contracts.errors import ConfigError
 from gateway.tenants.tenant_accounts import TenantAccounts
 from gateway.tenants.tenant_file import parse_tenants, read_tenants
 
+NOTHING = hashlib.sha256(b"").hexdigest()
 DIGEST = hashlib.sha256(b"secret").hexdigest()
 
 
@@ -31,6 +32,8 @@ def test_a_key_is_found_by_itself_or_by_its_digest():
         ("[tenants.a]\nkeys = [5]", r"tenants.a.keys\[0\]: Expected `str`"),
         ("[tenants.a]\nkeys = ['']", r"tenants.a.keys\[0\]: a key is not empty"),
         ("[tenants.a]\nkeys = ['x', ' y']", r"tenants.a.keys\[1\]: a key is not empty, and has no space"),
+        ("", "names no tenant"),
+        (f"[tenants.a]\nkeys = ['sha256:{NOTHING}']", r"tenants.a.keys\[0\]: this is the digest of nothing"),
         ("[tenants.a]\nkeys = ['sha256:abc']", r"tenants.a.keys\[0\]: 'sha256:' is followed by 64"),
         ("[tenants.a]\nkeys = ['x']\n[tenants.b]\nkeys = ['x']", r"tenants.b.keys\[0\]: the tenant a has the same"),
         ("[tenants.a]\nkeys = ['x']\nrequests_per_minute = 0", "tenants.a.requests_per_minute"),

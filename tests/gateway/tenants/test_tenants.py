@@ -77,6 +77,8 @@ async def test_answers_at_once_are_limited_and_end_with_their_client(checkpoint,
         await rig.until(lambda: rig.front.admission.num_taken == 1)
         refused = await ask(http, "n")
         assert (refused.status_code, "of at most 1" in refused.text) == (429, True)
+        never = await ask(http, "n", n=2)
+        assert (never.status_code, never.json()["error"]["param"]) == (400, "n")
         assert (await ask(http, "f")).status_code == 200
         running.cancel()
         await rig.until(lambda: rig.front.admission.num_taken == 0)
@@ -89,10 +91,12 @@ async def test_one_tenant_leaves_others_room(checkpoint, tmp_path):
         await rig.until(lambda: sum(task.done() for task in flood) == 32)
         assert {task.result().status_code for task in flood if task.done()} == {429}
         assert rig.front.admission.num_taken == 8  # half of 16
+        batch = await ask(http, "l", prompt=[[5]] * 9)
+        assert (batch.status_code, batch.json()["error"]["param"]) == (400, "n")  # more than it may ever have
         assert rig.store.rooms == [1.0] + [0.5] * 7  # of the queues
         others = [asyncio.create_task(ask(http, "l", max_tokens=400)) for _ in range(10)]
-        await rig.until(lambda: sum(task.done() for task in others) == 7)
-        assert rig.front.admission.num_taken == 11  # a third of what was left, for its weight
+        await rig.until(lambda: sum(task.done() for task in others) == 8)
+        assert rig.front.admission.num_taken == 10  # a quarter of what was left, for its weight
         assert (await ask(http, "n")).status_code == 200 and rig.store.rooms[-1] == 1.0
         for task in (*flood, *others):
             task.cancel()
@@ -125,6 +129,34 @@ async def _full(*_, **__):
     raise Overloaded("all prefill workers are full")
 
 
+async def test_answers_that_were_begun_are_paid_though_others_of_their_request_were_not(checkpoint, tmp_path):
+    text = "[tenants.a]\nkeys = ['a']\nrequests_per_minute = 1\n"
+    async with limited(checkpoint, tmp_path, pair(period_s=0.02), text) as (rig, http, _):
+        place, second = rig.store.place, asyncio.Event()
+
+        async def slow(*args, **facts):
+            if rig.store.placed:
+                second.set()
+                await asyncio.sleep(60)
+            return await place(*args, **facts)
+
+        rig.store.place = slow
+        asked = asyncio.create_task(ask(http, "a", n=2, max_tokens=100))
+        await asyncio.wait_for(second.wait(), 20)
+        asked.cancel()
+        await rig.until(lambda: rig.front.admission.num_taken == 0)
+        rig.store.place = place
+        assert (await ask(http, "a")).status_code == 429
+
+
+async def test_what_is_all_tenants_is_the_operators_alone(checkpoint, tmp_path):
+    async with limited(checkpoint, tmp_path, api_key="mine") as (_, http, _):
+        for path in ("/console/state", "/v1/load_lora_adapter"):
+            refused = await http.get(path, headers={"x-api-key": "f"})
+            assert (refused.status_code, "needs a key of TANDEM_API_KEY" in refused.text) == (401, True)
+            assert (await http.get(path, headers={"x-api-key": "mine"})).status_code != 401
+
+
 async def test_a_file_that_changes_holds_at_once_unless_it_is_wrong(checkpoint, tmp_path, caplog):
     async with limited(checkpoint, tmp_path) as (rig, http, file):
         watching = asyncio.create_task(watch_tenants(file, rig.front.tenants, period_s=0.01))
@@ -135,4 +167,11 @@ async def test_a_file_that_changes_holds_at_once_unless_it_is_wrong(checkpoint, 
         file.write_text("[tenants.few]\nkeys = ['r']\nrequests = 3\n")
         await rig.until(lambda: "unknown field `requests`; the tenants of before hold" in caplog.text)
         assert (await ask(http, "new")).status_code == 429
+        file.write_text("")
+        await rig.until(lambda: "names no tenant" in caplog.text)
+        file.write_text("[tenants.other]\nkeys = ['o']\n")
+        await rig.until(lambda: rig.front.tenants.of_key("o") is not None)
+        file.write_text("[tenants.few]\nkeys = ['r']\nrequests_per_minute = 3\n")
+        await rig.until(lambda: rig.front.tenants.of_key("r") is not None)
+        assert (await ask(http, "r")).status_code == 429  # what was taken stays taken
         watching.cancel()
