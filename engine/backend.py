@@ -180,6 +180,10 @@ class AuxReader(Protocol):
         ...
 
 
+def ignore_accepted(sequence: Sequence, num_accepted: int) -> None:
+    """A wrong guess leaves nothing that is not written again."""
+
+
 def ignore_leaving(sequence: Sequence) -> None:
     """Nothing of a draft has to leave with the sequence."""
 
@@ -211,9 +215,10 @@ class Backend:
     `dtype`: the number format that `auto` became. `max_model_len`: the longest context in tokens, which the cache
     holds. `caches_decoded_kv`: later prompts may share an answer's KV. It is to the bit what a prompt's would be, or of
     the same number formats and rounded by other kernels, as that of prompts is which are cut into other chunks. `close`
-    ends the processes that compute with this one. `drafting`: what drafts with weights, if settings ask for it.
-    `page_tables`: of the layout's groups of short life, in its order, as the runner reads them. `load_adapter`: makes a
-    LoRA adapter ready for the runner, where settings enable them.
+    ends the processes that compute with this one. `on_accepted`: told of each guess that was right, at once, by the
+    sequence and how many of its draft were by then: what is overwritten with each token goes on. `drafting`: what
+    drafts with weights, if settings ask for it. `page_tables`: of the layout's groups of short life, in its order, as
+    the runner reads them. `load_adapter`: makes a LoRA adapter ready for the runner, where settings enable them.
     """
 
     cache: PagedCache
@@ -224,5 +229,6 @@ class Backend:
     caches_decoded_kv: bool
     drafting: Drafting | None = None
     close: Callable[[], None] = ignore
+    on_accepted: Callable[[Sequence, int], None] = ignore_accepted
     page_tables: SequenceOf[GroupPageTable] = ()
     load_adapter: LoadAdapter | None = None

@@ -4,6 +4,8 @@ engine.speculative proposes them; its acceptance_rule says which are kept, its r
 tokens that a draft has drawn.
 """
 
+from collections.abc import Callable
+
 from engine.batch_sampling import TokenDraws
 from engine.in_flight import InFlightBatch, LogitRow
 from engine.messages import EngineFailure, Sampled, Verified
@@ -21,7 +23,8 @@ class DraftVerification:
 
     The row behind a drafted token is drawn from once that token has been drawn in its turn. So a sequence is at each
     draw as it would be without drafts: penalties have counted its tokens, a grammar has consumed them, the random
-    number is that of the position, and nothing is to be undone behind the first wrong token.
+    number is that of the position, and nothing is to be undone behind the first wrong token. `on_accepted`: see
+    engine.backend.Backend.
     """
 
     def __init__(
@@ -32,9 +35,10 @@ class DraftVerification:
         speculator: Speculator,
         rows: DraftRows,
         rule: AcceptanceRule,
+        on_accepted: Callable[[Sequence, int], None],
     ) -> None:
         self._draws, self._table, self._stop_check = draws, table, stop_check
-        self._speculator, self._rows, self._rule = speculator, rows, rule
+        self._speculator, self._rows, self._rule, self._on_accepted = speculator, rows, rule, on_accepted
 
     def verify(self, batch: InFlightBatch) -> tuple[list[Sampled], list[Verified], list[EngineFailure]]:
         """Return the tokens behind the first of each sequence, which it has, and what became of the drafts.
@@ -55,6 +59,7 @@ class DraftVerification:
             for _, sequence, _ in going_on:
                 accepted[sequence] += 1
                 sequence.num_computed += 1  # the row of the drafted token has written its KV
+                self._on_accepted(sequence, accepted[sequence])
             going_on = [each for each in going_on if self._stop_check.reason(each[1]) is None]
             wanted = [LogitRow(row + place + 1, sequence, draft.drawn(place + 1)) for row, sequence, draft in going_on]
             found, lost = self._draws.collect_further(batch, wanted)

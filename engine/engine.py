@@ -115,7 +115,8 @@ class Engine:
         verification = None
         if speculator is not None and draft_rows is not None:
             rule = acceptance_rule_of(settings)
-            verification = DraftVerification(draws, table, stop_check, speculator, draft_rows, rule)
+            facts = draws, table, stop_check, speculator, draft_rows, rule
+            verification = DraftVerification(*facts, backend.on_accepted)
         self.pipeline = StepPipeline(
             table, scheduler, pool, intake, grammars, requests, blocks, forward_pass, draws, stop_check, self.runner,
             max_mixed_tokens, clock, verification,

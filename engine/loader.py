@@ -3,7 +3,6 @@
 Find the model, load it on its device, put an engine before it.
 """
 
-import logging
 from dataclasses import replace
 
 import torch
@@ -17,9 +16,7 @@ from engine.device import gpu_index
 from engine.engine import Engine
 from engine.model_loader.checkpoint_weights import WeightSource
 from engine.settings import EngineSettings
-from engine.speculative.choice import AUTO, OFF
 
-_log = logging.getLogger(__name__)
 _MOST_BLOCK = 64  # attention's parts and tiles are multiples of it
 
 
@@ -34,7 +31,6 @@ def load_engine(settings: EngineSettings, progress: Progress | None = None) -> E
     _require_gpus(settings)
     if settings.device == "cpu":
         checkpoint = open_checkpoint(settings.model, progress=report)
-        settings = _with_sound_drafts(settings, checkpoint)
         return Engine(settings, checkpoint, load_cpu_backend(settings, checkpoint, report))
     torch.cuda.set_device(settings.device)
     checkpoint = open_checkpoint(settings.model, progress=report)
@@ -61,22 +57,6 @@ def _require_sound(settings: EngineSettings) -> None:
     if settings.has_lora and resolve_device(settings.device) != "cpu":
         name = "lora_modules" if settings.lora_modules else "enable_lora"
         raise ConfigError(f"{name} is set, on {settings.device}; adapters are served on CPUs: set device to cpu")
-
-
-def _with_sound_drafts(settings: EngineSettings, checkpoint: Checkpoint) -> EngineSettings:
-    """Return the settings with no drafts for a model whose states can't go back behind wrong ones.
-
-    Raises ConfigError if drafts are asked for by name.
-    """
-    if checkpoint.config.recurrence is None or settings.speculate == OFF:
-        return settings
-    if settings.speculate != AUTO:
-        raise ConfigError(
-            f"speculate is '{settings.speculate}', and {checkpoint.name} has recurrent layers, whose states can't go "
-            "back behind wrong guesses: set speculate to off"
-        )
-    _log.info("nothing drafts for %s: the states of its recurrent layers can't go back", checkpoint.name)
-    return replace(settings, speculate=OFF)
 
 
 def _require_gpus(settings: EngineSettings) -> None:

@@ -152,7 +152,8 @@ class KVGroups:
                 continue
             wanted = self._snapshots(lease, needed_at, end, start) if is_state else range(start, num_blocks)
             for place in [place for place in wanted if place not in held]:
-                is_needed = not is_state or place == num_blocks - 1 or (place == start and needed_at > 0)
+                is_written = place == num_blocks - 1 or self._may_be_drafted(needed_at, end)
+                is_needed = not is_state or is_written or (place == start and needed_at > 0)
                 if not is_needed and not self._has_room(lease, number):
                     continue
                 block, before = blocks[place - first_block], lease.weight(number)
@@ -266,8 +267,13 @@ class KVGroups:
         size = self._layout.block_size
         needed = [start, self._layout.num_blocks(end) - 1] if needed_at else [self._layout.num_blocks(end) - 1]
         branches = [branch - 1 for branch in lease.branches if needed_at < branch * size <= end]
-        wanted = dict.fromkeys([*needed, end // size - 1, *branches])
+        drafted = range(needed_at // size, needed[-1]) if self._may_be_drafted(needed_at, end) else ()
+        wanted = dict.fromkeys([*needed, *drafted, end // size - 1, *branches])
         return [place for place in wanted if start <= place <= needed[-1]]
+
+    def _may_be_drafted(self, needed_at: int, end: int) -> bool:
+        """Return whether these may be a newest token and its draft: a state may end in any of their blocks."""
+        return 1 < end - needed_at <= 1 + self._num_draft_tokens
 
     def _has_room(self, lease: PageLease, number: int) -> bool:
         """Return whether a lease may hold one page more."""

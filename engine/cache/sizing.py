@@ -127,7 +127,7 @@ def cache_size(
     Raises ConfigError for fewer than MIN_BLOCKS.
     """
     if (index := state_group(layout)) is not None:
-        return _size_with_states(nbytes, layout, index, settings)
+        return _size_with_states(nbytes, layout, index, settings, draft_nbytes)
     whole = blocks_in(nbytes, layout, draft_nbytes)
     short = [index for index, group in enumerate(layout.groups) if group.is_short]
     sizes = [layout.group_nbytes(index) for index in short]
@@ -156,7 +156,9 @@ def state_group(layout: KVLayout) -> int | None:
     return next((index for index, group in enumerate(layout.groups) if group.is_state), None)
 
 
-def _size_with_states(nbytes: int, layout: KVLayout, index: int, settings: EngineSettings) -> CacheSize:
+def _size_with_states(
+    nbytes: int, layout: KVLayout, index: int, settings: EngineSettings, draft_nbytes: int
+) -> CacheSize:
     """Return what fits of a model with recurrent layers: states take half at most.
 
     Raises ConfigError for fewer than MIN_STATES or MIN_BLOCKS, and where whole blocks are to be kept.
@@ -167,7 +169,7 @@ def _size_with_states(nbytes: int, layout: KVLayout, index: int, settings: Engin
             "whose states are kept of some blocks alone: start the worker without tiers"
         )
     state_nbytes = layout.group_nbytes(index)
-    full_nbytes = layout.block_nbytes - state_nbytes
+    full_nbytes = layout.block_nbytes - state_nbytes + draft_nbytes
     num_states = min(most_states(layout, index, settings), nbytes // 2 // state_nbytes)
     num_blocks = (nbytes - num_states * state_nbytes) // full_nbytes
     if num_states < MIN_STATES or num_blocks < MIN_BLOCKS:
@@ -182,7 +184,8 @@ def _size_with_states(nbytes: int, layout: KVLayout, index: int, settings: Engin
 
 def most_states(layout: KVLayout, index: int, settings: EngineSettings) -> int:
     """Return how many states are of use: those of all that may run, and as many to be found again."""
-    return 2 * pages_of_sequence(layout, index) * settings.max_num_seqs
+    num_draft = 0 if settings.speculate == "off" else settings.draft_tokens
+    return 2 * pages_of_sequence(layout, index, num_draft) * settings.max_num_seqs
 
 
 def cache_nbytes(settings: EngineSettings, layout: KVLayout, available_nbytes: int) -> int:

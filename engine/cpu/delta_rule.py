@@ -30,9 +30,8 @@ class DeltaInputs:
     def of(self, first: int, last: int) -> "DeltaInputs":
         """Return those of the tokens `[first, last)`."""
         span = slice(first, last)
-        return DeltaInputs(
-            self.q[:, span], self.k[:, span], self.v[:, span], self.log_decay[:, span], self.beta[:, span]
-        )
+        q, k, v = (part[:, span].contiguous() for part in (self.q, self.k, self.v))
+        return DeltaInputs(q, k, v, self.log_decay[:, span].contiguous(), self.beta[:, span].contiguous())
 
 
 def advance_tile(inputs: DeltaInputs, state_HKV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,7 +5,7 @@ import logging
 import torch
 
 from checkpoint import Checkpoint, Progress
-from engine.backend import Backend, Drafting
+from engine.backend import Backend, Drafting, ignore_accepted
 from engine.cache.group_page_table import GroupPageTable
 from engine.cache.sizing import (
     cache_nbytes,
@@ -79,4 +79,5 @@ def load_cpu_backend(settings: EngineSettings, checkpoint: Checkpoint, progress:
     return Backend(
         whole, runner, sampler, dtype, max_model_len, caches_decoded_kv, drafting=drafting,
         page_tables=tables, load_adapter=lora_loader(settings, checkpoint, source, number_format),
+        on_accepted=ignore_accepted if cache.state is None else cache.state.on_accepted,
     )  # fmt: skip

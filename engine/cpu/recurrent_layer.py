@@ -69,11 +69,11 @@ class RecurrentMixer:
         """Return what the rows of one piece give, `[T, H, V]`, and leave the states that are to be kept."""
         shape, before = self._shape, update.before(layer, piece)
         num_past = shape.conv_width - 1
-        past, matrices = before.split([num_past * shape.mixed_width, before.shape[1] - num_past * shape.mixed_width], 1)
+        past = before[:, : num_past * shape.mixed_width]
         past_WKC = past.view(shape.num_key_heads, num_past, shape.mixed_width).transpose(0, 1)
         seen_WKC = torch.cat([past_WKC, columns_TKC])
         inputs = self._inputs(self._convolved(seen_WKC, len(columns_TKC)), log_decay_TH, beta_TH)
-        state = matrices.reshape(shape.num_value_heads, shape.key_dim, shape.value_dim)
+        state = self._matrices(before)
         advance, tile = (advance_token, 1) if piece.is_answer else (advance_tile, update.cache.group.block_size)
         kept, parts = dict(piece.stops), []
         for first in range(0, len(columns_TKC), tile):
@@ -81,9 +81,29 @@ class RecurrentMixer:
             part, state = advance(inputs.of(first, end), state)
             parts.append(part)
             if (page := kept.get(end)) is not None:
-                last_KWC = seen_WKC[end : end + num_past].transpose(0, 1)
-                update.leave(layer, page, last_KWC, state.view(shape.num_key_heads, shape.group, -1))
+                update.leave(layer, page, self._parts(seen_WKC, end, state))
+        if piece.drafted is not None:
+            piece.drafted.advance_of[layer] = lambda state, place: self._further(state, place, inputs, seen_WKC)
         return torch.cat(parts, 1).transpose(0, 1)
+
+    def _parts(self, seen_WKC: torch.Tensor, end: int, state_HKV: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the parts of a state behind so many rows: the convolution's last inputs, and the matrices."""
+        shape = self._shape
+        last_KWC = seen_WKC[end : end + shape.conv_width - 1].transpose(0, 1)
+        return last_KWC, state_HKV.view(shape.num_key_heads, shape.group, -1)
+
+    def _further(
+        self, before: torch.Tensor, row: int, inputs: DeltaInputs, seen_WKC: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the parts of a state behind one of a piece's rows, from that before it."""
+        _, state = advance_token(inputs.of(row, row + 1), self._matrices(before))
+        return self._parts(seen_WKC, row + 1, state)
+
+    def _matrices(self, state: torch.Tensor) -> torch.Tensor:
+        """Return the matrices of a state, `[H, K, V]`."""
+        shape = self._shape
+        matrices = state[:, (shape.conv_width - 1) * shape.mixed_width :]
+        return matrices.reshape(shape.num_value_heads, shape.key_dim, shape.value_dim)
 
     def _convolved(self, seen_WKC: torch.Tensor, num_rows: int) -> torch.Tensor:
         """Return the causal convolution of the last `num_rows`, one column at a time, and its SiLU."""

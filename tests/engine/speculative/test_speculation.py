@@ -17,7 +17,7 @@ from engine.messages import StepOutput
 from engine.speculative.choice import PROPOSERS
 from tests.engine.driving import answers, drain, greedy, needs_bfloat16, random_prompts, request, settings, tokens_of
 from tests.engine.speculative.drafting import KnowingProposer
-from tests.engine.tiny_models import FAMILIES, STATE_FAMILIES, VOCAB, save_answered, save_tiny
+from tests.engine.tiny_models import FAMILIES, VOCAB, save_answered, save_tiny
 
 pytestmark = pytest.mark.slow
 
@@ -64,7 +64,7 @@ def learn(knowing: type[KnowingProposer], prompts: Sequence[list[int]], expected
     knowing.answers = {tuple(prompt): list(answer) for prompt, answer in zip(prompts, expected, strict=True)}
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILIES.keys() - {*STATE_FAMILIES}))
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
 def family(request, tmp_path_factory):
     """The shared one, of each family."""
     return save_answered(tmp_path_factory.mktemp(request.param), request.param, LENGTHS)
