@@ -29,7 +29,8 @@ class SegmentCodec:
 
     Units are parts of pages of one plane, part by part and in each plane by plane, as HostStaging orders them. The
     first pages of a prompt keep every bit at every level, and so do optional groups, which are small beside the model's
-    and hold more than numbers. `stats`: by level, of the messages that were counted.
+    and hold more than numbers, and states, whose error every later token would inherit. `stats`: by level, of the
+    messages that were counted.
     """
 
     def __init__(self, layout: KVLayout, num_parts: int, levels: Sequence[str]) -> None:
@@ -53,8 +54,9 @@ class SegmentCodec:
         return self.formats[0]
 
     def may_code(self, header: ChunkHeader) -> bool:
-        """Return whether the segments of a chunk may be compressed: those of the model's groups may."""
-        return not self._layout.groups[header.group].is_optional
+        """Return whether the segments of a chunk may be compressed: those of a model's KV may."""
+        group = self._layout.groups[header.group]
+        return not (group.is_optional or group.is_state)
 
     def encode(self, header: ChunkHeader, first: int, pages: np.ndarray, level: str) -> bytes:
         """Return the payload of the chunk's units from `first` on. `pages`: uint8, their bytes."""

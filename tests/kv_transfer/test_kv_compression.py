@@ -25,7 +25,7 @@ LAYOUT = KVLayout.uniform(model="slow", num_layers=16, num_kv_heads=2, head_dim=
 HEAD = KVGroup(
     kind="draft", layers=(0, 1), num_kv_heads=2, head_dim=32, block_size=16, dtype="float32", weights="a head"
 )
-WITH_HEAD = msgspec.structs.replace(LAYOUT, groups=(*LAYOUT.groups, HEAD))
+STATE = msgspec.structs.replace(HEAD, kind="state", planes=("state",), head_dim=512, weights="")
 PAGES = list(range(128))
 NUM_TOKENS = 16 * len(PAGES)
 
@@ -109,9 +109,10 @@ def test_a_slow_link_compresses_without_loss_by_itself(pairs) -> None:
     assert sum(level.nbytes for level in pair.stats.levels.values()) == pair.stats.nbytes
 
 
-def test_the_pages_of_a_draft_head_cross_a_slow_link_as_they_are(pairs) -> None:
-    pair = pairs("4bit", "4bit", WITH_HEAD)
-    pair.prefill.pool_of(1)[:] = pair.prefill.pool_of(0)[: HEAD.num_planes]
+@pytest.mark.parametrize("beside", [HEAD, STATE], ids=["head", "state"])
+def test_the_pages_of_a_head_and_states_cross_a_slow_link_as_they_are(pairs, beside: KVGroup) -> None:
+    pair = pairs("4bit", "4bit", msgspec.structs.replace(LAYOUT, groups=(*LAYOUT.groups, beside)))
+    pair.prefill.pool_of(1)[:] = pair.prefill.pool_of(0)[: beside.num_planes]
     pair.offer("a")
     for group in (0, 1):
         pages = [BlockId(page) for page in PAGES]
@@ -120,7 +121,7 @@ def test_the_pages_of_a_draft_head_cross_a_slow_link_as_they_are(pairs) -> None:
         )
     assert [pair.decode.wait(ChunkLanded).header.loss for _ in range(2)] == ["4bit", ""]
     assert np.array_equal(pair.prefill.pool_of(1), pair.decode.pool_of(1))
-    assert pair.levels == {"4bit"} and pair.stats.levels["raw"].nbytes >= len(PAGES) * HEAD.block_nbytes
+    assert pair.levels == {"4bit"} and pair.stats.levels["raw"].nbytes >= len(PAGES) * beside.block_nbytes
 
 
 def test_a_level_that_both_ends_name_is_taken_and_the_first_page_stays_exact(pairs) -> None:
