@@ -50,11 +50,12 @@ class LoraRows:
     def __init__(self, adapters: Sequence[CpuLora], owners_M: torch.Tensor) -> None:
         self._adapters, self._owners_M = adapters, owners_M
         self._parts: dict[tuple[int, int], LoraRows] = {}
-        self.groups: list[tuple[CpuLora, torch.Tensor | None]] = []
+        self._rows: dict[tuple[int, ...], tuple[torch.Tensor | None, list[int]]] = {}
+        self.groups: list[tuple[CpuLora, torch.Tensor]] = []
         for number, adapter in enumerate(adapters):
             rows = (owners_M == number).nonzero()[:, 0]
             if len(rows):
-                self.groups.append((adapter, rows if len(rows) < len(owners_M) else None))
+                self.groups.append((adapter, rows))
 
     def __len__(self) -> int:
         return len(self._owners_M)
@@ -71,15 +72,27 @@ class LoraRows:
 
     def add(self, layer: int, part: LoraPart, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Add what adapters make of the rows of `x` `[M, in]` to those of `y` `[M, out]`, in place."""
-        for adapter, rows in self.groups:
-            pair = adapter.layers[layer].get(part)
-            if pair is None:
-                continue
-            if rows is None:
-                y += pair(x).to(y.dtype)
-            else:
-                y.index_add_(0, rows, pair(x.index_select(0, rows)).to(y.dtype))
-        return y
+        pairs = tuple(adapter.layers[layer].get(part) for adapter, _ in self.groups)
+        changed = tuple(number for number, pair in enumerate(pairs) if pair is not None)
+        if not changed:
+            return y
+        rows, counts = self._rows_of(changed)
+        chosen = x if rows is None else x.index_select(0, rows)
+        added = [pair(own) for pair, own in zip(filter(None, pairs), chosen.split(counts), strict=True)]
+        total = (added[0] if len(added) == 1 else torch.cat(added)).to(y.dtype)
+        return y.add_(total) if rows is None else y.index_add_(0, rows, total)
+
+    def _rows_of(self, groups: tuple[int, ...]) -> tuple[torch.Tensor | None, list[int]]:
+        """Return the rows of these groups, one group after the other, and how many each has.
+
+        None for all rows in their order.
+        """
+        if groups not in self._rows:
+            rows = [self.groups[number][1] for number in groups]
+            together = torch.cat(rows)
+            is_all = torch.equal(together, torch.arange(len(self)))
+            self._rows[groups] = None if is_all else together, [len(own) for own in rows]
+        return self._rows[groups]
 
 
 @dataclass(frozen=True)
