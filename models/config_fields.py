@@ -86,9 +86,9 @@ def shared_mixture(config: dict[str, Any], source: str, **features: Any) -> Expe
         top_k,
         width,
         dense_layers=tuple(range(config["first_k_dense_replace"])),
-        shared_size=width * (config.get("n_shared_experts") or 0),
+        shared_size=width * (config["n_shared_experts"] or 0),
         gates_shared=False,
-        scale=float(config.get("routed_scaling_factor", 1.0)),
+        scale=float(config["routed_scaling_factor"]),
         **features,
     )
 

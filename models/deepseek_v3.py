@@ -42,7 +42,7 @@ def deepseek_fields(config: dict[str, Any], source: str) -> dict[str, Any]:
         "latent": latent,
         "multipliers": Multipliers(attention=head_dim**-0.5 * _yarn_scale(config)),
         "experts": shared_mixture(config, source, **_routing(config, source, is_v2)),
-        "num_mtp_layers": config.get("num_nextn_predict_layers", 0),
+        "num_mtp_layers": config.get("num_nextn_predict_layers") or 0,
     }
 
 
@@ -50,6 +50,8 @@ def _routing(config: dict[str, Any], source: str, is_v2: bool) -> dict[str, Any]
     """Return fields of Experts."""
     method = config.get("topk_method") or ("greedy" if is_v2 else "noaux_tc")
     scoring = _SCORING.get(method)
+    if not is_v2 and method != "noaux_tc":
+        raise ConfigError(f"{source}: topk_method '{method}' is not supported of DeepSeek-V3; only 'noaux_tc' is")
     if scoring is None:
         raise ConfigError(f"{source}: topk_method '{method}' is not supported; supported are {', '.join(_SCORING)}")
     if (said := config.get("scoring_func", scoring)) != scoring:

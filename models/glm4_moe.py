@@ -24,7 +24,7 @@ def glm4_moe_fields(config: dict[str, Any], source: str) -> dict[str, Any]:
         "experts": experts,
         "qkv_bias": bool(config.get("attention_bias", False)),
         "qk_norm": bool(config.get("use_qk_norm", False)),
-        "num_mtp_layers": config.get("num_nextn_predict_layers", 0),
+        "num_mtp_layers": config.get("num_nextn_predict_layers") or 0,
     }
 
 

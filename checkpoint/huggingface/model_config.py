@@ -30,7 +30,7 @@ def text_part(config: dict[str, Any], source: str) -> dict[str, Any]:
         return config
     if not isinstance(config.get("text_config"), dict):
         raise ConfigError(f"{source}/config.json lacks 'text_config'")
-    ends = {key: config[key] for key in ("eos_token_id",) if key in config}
+    ends = {key: config[key] for key in ("eos_token_id", "tie_word_embeddings") if key in config}
     quantization = {key: config[key] for key in ("quantization_config",) if key in config}
     return ends | config["text_config"] | {"architectures": [family.architecture]} | quantization
 

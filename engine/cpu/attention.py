@@ -82,10 +82,13 @@ def plan_tiles(chunks: TiledChunks, heads: HeadShape, cache: KVCache, window: in
     owners, tiles = owners[order], tiles[order]
     rows, count = _tile_rows(chunks, owners, tiles, size), int(chunks.counts.sum())
     queries, outputs = _row_index(rows, count, heads.num_kv_heads)
+    # One for all: the mask of a shorter context is the end of it. Of a latent, which all heads read, each is large.
+    longest = None if window else _causal_mask(int(tiles.max()), heads, 0, 0).to(cache.dtype)
     return TilePlan(
         is_answer=chunks.is_answer,
         buckets=tuple(
-            _plan_bucket(chunks, owners[tiles == tile], int(tile), heads, cache, window) for tile in np.unique(tiles)
+            _plan_bucket(chunks, owners[tiles == tile], int(tile), heads, cache, window, longest)
+            for tile in np.unique(tiles)
         ),
         queries=torch.from_numpy(queries + chunks.first_row * heads.num_kv_heads),
         outputs=torch.from_numpy(outputs),
@@ -112,16 +115,26 @@ def _row_index(rows_NQ: np.ndarray, num_rows: int, num_kv_heads: int) -> tuple[n
 
 
 def _plan_bucket(
-    chunks: TiledChunks, owners: np.ndarray, tile: int, heads: HeadShape, cache: KVCache, window: int
+    chunks: TiledChunks,
+    owners: np.ndarray,
+    tile: int,
+    heads: HeadShape,
+    cache: KVCache,
+    window: int,
+    longest: torch.Tensor | None,
 ) -> TileBucket:
     first = max(tile * heads.tile - window + 1, 0) // 64 * 64 if window else 0
     columns = np.arange(first // cache.group.block_size, (tile + 1) * heads.tile // cache.group.block_size)
     last_blocks = (chunks.starts + chunks.counts - 1) // cache.group.block_size  # see plan_decode
     blocks = chunks.tables[owners[:, None], np.minimum(columns, last_blocks[owners, None])]
+    if longest is None:
+        mask = _causal_mask(tile, heads, first, window).to(cache.dtype)
+    else:
+        mask = longest[:, -(tile + 1) * heads.tile :]
     return TileBucket(
         num_tiles=len(owners),
         pages=page_index(blocks, cache.group, cache.num_blocks),
-        mask_RT=_causal_mask(tile, heads, first, window).to(cache.dtype),
+        mask_RT=mask,
     )
 
 

@@ -51,13 +51,14 @@ def load_cpu_backend(settings: EngineSettings, checkpoint: Checkpoint, progress:
     dtype = resolve_dtype(settings, source, checkpoint.config)
     number_format = FORMATS[dtype]
     layout = kv_layout(checkpoint, settings.block_size, number_format.kv_dtype, settings.rounding(dtype), by_span=True)
-    head = open_head(settings, checkpoint, layout) or open_mtp(settings, checkpoint, layout)
+    head = open_head(settings, checkpoint, layout) or open_mtp(settings, checkpoint, source, layout)
     draft = open_draft_model(settings, checkpoint, layout, dtype)
     draft_nbytes = sum(each.block_nbytes for each in (head, draft) if each is not None)
     nbytes, wanted = cache_nbytes(settings, layout, available_nbytes()), wanted_model_len(checkpoint, settings)
     size = cache_size(nbytes, layout, settings, wanted, draft_nbytes)
     num_blocks, tables = size.num_blocks, [GroupPageTable(size.num_blocks, count) for count in size.num_pages]
     max_model_len = model_len(checkpoint, settings, num_blocks * layout.block_size)
+    load_adapter = lora_loader(settings, checkpoint, source, number_format)
     weights = load_weights(checkpoint.config, source, number_format, progress)
     model = Decoder(checkpoint.config, weights, max_model_len, () if head is None else head.aux_layers)
     cache = GroupedKVCache(layout, num_blocks, tables)
@@ -78,6 +79,6 @@ def load_cpu_backend(settings: EngineSettings, checkpoint: Checkpoint, progress:
     sampler = Sampler(checkpoint.eos_token_ids)
     return Backend(
         whole, runner, sampler, dtype, max_model_len, caches_decoded_kv, drafting=drafting,
-        page_tables=tables, load_adapter=lora_loader(settings, checkpoint, source, number_format),
+        page_tables=tables, load_adapter=load_adapter,
         on_accepted=ignore_accepted if cache.state is None else cache.state.on_accepted,
     )  # fmt: skip

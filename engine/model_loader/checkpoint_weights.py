@@ -137,6 +137,11 @@ class WeightSource(Protocol):
 class StoredWeightSource(WeightSource, Protocol):
     """The same with matrices as their file has them."""
 
+    @property
+    def layers(self) -> set[int]:
+        """The layers of which there are tensors."""
+        ...
+
     def blocks(self, name: str) -> StoredBlocks:
         """Return a matrix.
 

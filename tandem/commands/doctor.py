@@ -160,6 +160,9 @@ def _tiers(options: argparse.Namespace) -> Iterator[tuple[str, Level]]:
     if not (options.kv_host_gib or options.kv_disk or options.kv_store):
         return
     config = open_checkpoint(options.model).config
+    if config.recurrence is not None:
+        yield "no tier keeps KV of this model, whose recurrent layers keep states of some blocks alone", Level.WARNING
+        return
     token_nbytes = config.num_kv_layers * config.kv_width * 4  # in float32, the largest
     for words, is_well in tier_checks.check_tiers(options, token_nbytes):
         yield words, Level.OK if is_well else Level.WARNING

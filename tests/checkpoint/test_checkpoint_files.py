@@ -370,7 +370,7 @@ def test_a_shard_that_is_not_there_is_named(folder):
     [
         (
             {"architectures": ["GPT2LMHeadModel"]},
-            "'GPT2LMHeadModel' is not supported; supported are gemma3, glm4, gpt_oss, granite, llama, llama4, mistral",
+            "'GPT2LMHeadModel' is not supported; supported are deepseek_v3, gemma3, glm4, glm4_moe, gpt_oss",
         ),
         ({"sliding_window": 32}, r"sliding-window attention \(32 of 64 tokens\) is not supported"),
         ({**MISTRAL, "sliding_window": 0}, "sliding_window is 0; a whole number from 1"),
@@ -813,7 +813,7 @@ def test_a_cut_gguf_file_is_damaged_wherever_it_is_cut(tmp_path):
     [
         (
             {"arch": "gpt2"},
-            "architecture 'gpt2' is not supported; supported are gemma3, glm4, gpt_oss, granite, llama, llama4",
+            "architecture 'gpt2' is not supported; supported are deepseek_v3, gemma3, glm4, glm4_moe, gpt_oss",
         ),
         ({"model": "bert"}, "tokenizer 'bert' is not supported"),
         ({"pre": "gpt-4o"}, "pre-tokenizer 'gpt-4o' is not supported; supported are smollm, llama-bpe, qwen2, tekken"),

@@ -134,7 +134,9 @@ def test_a_latent_is_all_that_is_kept_of_a_token() -> None:
     ("config", "words"),
     [
         ({**V3, "num_key_value_heads": 1}, "num_key_value_heads is 1; as many as num_attention_heads"),
-        ({**V3, "topk_method": "best"}, "topk_method 'best' is not supported; supported are greedy"),
+        ({**V3, "topk_method": "greedy"}, "topk_method 'greedy' is not supported of DeepSeek-V3; only 'noaux_tc'"),
+        ({name: V3[name] for name in V3 if name != "n_shared_experts"}, "lacks 'n_shared_experts'"),
+        ({**V3, "topk_method": "best"}, "topk_method 'best' is not supported of DeepSeek-V3"),
         ({**V3, "scoring_func": "softmax"}, "scoring_func 'softmax' is not supported with topk_method 'noaux_tc'"),
         ({**V2, "norm_topk_prob": True}, "norm_topk_prob is true; with topk_method 'greedy' only false"),
         ({**V3, "moe_layer_freq": 2}, "moe_layer_freq is 2; only 1 is supported"),
