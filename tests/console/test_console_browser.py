@@ -16,6 +16,7 @@ from checkpoint import open_checkpoint
 from contracts.node import NodeLoad
 from gateway.console.routes import add_console
 from gateway.http.api_keys import ApiKeyMiddleware
+from gateway.tenants.tenant_accounts import TenantAccounts
 from service.server import serving
 from testing.memory_store import MemoryStore
 from tests.console.browser import Page, find_chromium
@@ -204,7 +205,8 @@ async def test_a_key_is_asked_for_and_kept_in_the_page_only(page: Page):
 async def _guarded() -> AsyncIterator[str]:
     """The console behind the gateway's keys, with nothing else behind it."""
     app = FastAPI()
-    app.add_middleware(ApiKeyMiddleware, keys=KEY, refuse=lambda _, why: Response(why, 401))
+    nobody = TenantAccounts()
+    app.add_middleware(ApiKeyMiddleware, keys=KEY, refuse=lambda _, why: Response(why, 401), tenants=nobody)
     add_console(app, SimpleNamespace(num_inflight=0, workers=SimpleNamespace(nodes=[])), MemoryStore())  # type: ignore
     app.get("/v1/models")(lambda: {"data": [{"id": "guarded", "max_model_len": 1}]})
     listener = socket.create_server(("127.0.0.1", 0))

@@ -15,6 +15,7 @@ from tokenizers.processors import TemplateProcessing
 from checkpoint import Checkpoint
 from contracts.errors import Unavailable
 from contracts.events import FinishReason, Prefilled, PromptScored, PromptToken, Token
+from contracts.hashing import salted
 from contracts.ids import Epoch, GatewayId, RequestId
 from contracts.sampling import SamplingParams
 from coordinator.placement.prefixes import BLOCK_TOKENS
@@ -201,6 +202,6 @@ async def test_a_salt_keeps_prompts_apart_in_placement():
     placement = StorePlacement(store, GatewayId("g"))
     for salt in ("", "a", "b", "a"):
         with pytest.raises(Unavailable):
-            await placement.place(RequestId("r"), Epoch(1), [7] * 2 * BLOCK_TOKENS, 4, (), salt)
+            await placement.place(RequestId("r"), Epoch(1), [7] * 2 * BLOCK_TOKENS, 4, (), salted(salt))
     plain, a, b, again = store.asked
     assert a == again and not {*plain} & {*a} and not {*a} & {*b} and len(plain) == 2
