@@ -17,6 +17,7 @@ _GGUF_NAMES = {
     "num_experts or num_local_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
+    "routed_scaling_factor": "expert_weights_scale",
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
     "embedding_multiplier": "embedding_scale",
     "residual_multiplier": "residual_scale",

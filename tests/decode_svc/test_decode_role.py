@@ -183,7 +183,7 @@ def test_pages_are_asked_for_with_the_place_in_the_order_that_the_offer_had():
         side.offer(name, 8)
     side.engine.free = 100
     side.role.on_tick(2.0)
-    assert side.engine.told("reserve") == [(lives[1].key, 2), (lives[0].key, 1)]
+    assert side.engine.told("reserve") == [(lives[1].key, (0.0, 2)), (lives[0].key, (0.0, 1))]
 
 
 def test_who_waits_is_told_once():

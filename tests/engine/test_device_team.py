@@ -207,6 +207,10 @@ def test_kv_heads_are_cut_or_copied_but_not_both(tmp_path):
         assert (part.num_heads, part.num_kv_heads) == (num_heads, num_kv_heads)
 
 
+WIDENED = {"gptq-8", "int8", "int8-asymmetric", "nvfp4", "nvfp4-modelopt", "packed-8"}
+"""Formats that a GPU does not hold: matrices become bfloat16 as they are read."""
+
+
 @pytest.mark.parametrize("name", sorted(LAYOUTS))
 def test_parts_of_a_quantized_matrix_are_parts_of_what_it_stands_for(tmp_path, name):
     save_quantized(tmp_path, LAYOUTS[name], hidden_size=512, intermediate_size=1024, num_attention_heads=16)
@@ -217,7 +221,9 @@ def test_parts_of_a_quantized_matrix_are_parts_of_what_it_stands_for(tmp_path, n
         module = f"model.layers.1.{module}"
         whole = source.tensor(f"{module}.weight")
         stored = [part.quantized.matrix(module) for part in parts if part.quantized]
-        assert torch.equal(torch.cat([matrix.dense() for matrix in stored if matrix], dim), whole)
+        assert any(stored) == (name not in WIDENED)
+        if any(stored):
+            assert torch.equal(torch.cat([matrix.dense() for matrix in stored if matrix], dim), whole)
         assert torch.equal(torch.cat([part.tensor(f"{module}.weight") for part in parts], dim), whole)
 
 
@@ -231,7 +237,8 @@ def test_a_kv_head_of_a_quantized_matrix_is_whole_on_each_gpu_that_holds_it(tmp_
         heads = source.tensor(f"{module}.weight").chunk(2)
         for rank, part in enumerate(parts):
             stored = part.quantized.matrix(module) if part.quantized else None
-            assert stored and torch.equal(stored.dense(), heads[rank // 2])
+            assert (stored is None) == (name in WIDENED)
+            assert stored is None or torch.equal(stored.dense(), heads[rank // 2])
             assert torch.equal(part.tensor(f"{module}.weight"), heads[rank // 2])
 
 

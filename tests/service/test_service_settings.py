@@ -23,8 +23,8 @@ FORMATS = (
     "from engine.cuda.model.number_formats import DEVICE_FORMATS; print('auto', NATIVE, *FORMATS, *DEVICE_FORMATS)"
 )
 NAMED_DRAFTERS = (
-    "from engine.speculative.choice import AUTO, EAGLE3, OFF, PROPOSERS, SUFFIX_FIRST; "
-    "print(AUTO, OFF, EAGLE3, SUFFIX_FIRST + EAGLE3, *PROPOSERS)"
+    "from engine.speculative.choice import AUTO, EAGLE3, MTP, OFF, PROPOSERS, SUFFIX_FIRST; "
+    "print(AUTO, OFF, EAGLE3, SUFFIX_FIRST + EAGLE3, MTP, SUFFIX_FIRST + MTP, *PROPOSERS)"
 )
 TRANSPORTS = "from kv_transfer.settings import TRANSPORTS; print(*TRANSPORTS)"
 

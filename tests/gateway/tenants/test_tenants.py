@@ -132,12 +132,12 @@ async def _full(*_, **__):
 async def test_answers_that_were_begun_are_paid_though_others_of_their_request_were_not(checkpoint, tmp_path):
     text = "[tenants.a]\nkeys = ['a']\nrequests_per_minute = 1\n"
     async with limited(checkpoint, tmp_path, pair(period_s=0.02), text) as (rig, http, _):
-        place, second = rig.store.place, asyncio.Event()
+        place, second, over = rig.store.place, asyncio.Event(), asyncio.Event()
 
         async def slow(*args, **facts):
             if rig.store.placed:
                 second.set()
-                await asyncio.sleep(60)
+                await over.wait()
             return await place(*args, **facts)
 
         rig.store.place = slow
@@ -145,6 +145,7 @@ async def test_answers_that_were_begun_are_paid_though_others_of_their_request_w
         await asyncio.wait_for(second.wait(), 20)
         asked.cancel()
         await rig.until(lambda: rig.front.admission.num_taken == 0)
+        over.set()
         rig.store.place = place
         assert (await ask(http, "a")).status_code == 429
 
