@@ -1,16 +1,14 @@
 """The pairs of texts of a request for scores, as prompts that are computed and not answered."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-
-import msgspec
+from dataclasses import dataclass
 
 from checkpoint import Checkpoint
 from contracts.errors import RequestError
 from gateway.prompting.chat_template import Prompting
+from gateway.prompting.computed_prompts import prepare_computed
 from gateway.prompting.generation_request import GenerationRequest
-from gateway.prompting.pipeline import prepare_completion
-from gateway.prompting.request_fields import CompletionRequest, RerankRequest, ScoreRequest, Texts
+from gateway.prompting.request_fields import RerankRequest, ScoreRequest, Texts
 from gateway.prompting.token_budget import ServingLimits
 
 Pair = tuple[str, str]
@@ -67,22 +65,5 @@ async def prepare_scores(
         places = {text: index for index, text in enumerate(dict.fromkeys(text for pair in pairs for text in pair))}
         prompts = await prompting.encode(list(places), add_special_tokens=True)
         parts = tuple((places[one], places[other]) for one, other in pairs)
-    completion = CompletionRequest(
-        prompt=prompts,
-        max_tokens=1,
-        temperature=0.0,
-        ignore_eos=True,
-        speculate=False,
-        truncate_prompt_tokens=request.truncate_prompt_tokens,
-        truncation_side=request.truncation_side,
-        priority=request.priority,
-        cache_salt=request.cache_salt,
-    )
-    try:
-        asks = await prepare_completion(completion, prompting, limits)
-    except RequestError as error:
-        if error.param != "prompt":
-            raise
-        raise RequestError(str(error).replace("'prompt'", "'documents'"), "documents") from error
-    told = [replace(ask, sampling=msgspec.structs.replace(ask.sampling, returns_embedding=True)) for ask in asks]
+    told = await prepare_computed(prompts, request, "documents", prompting, limits)
     return ScorePrompts(told, parts)
