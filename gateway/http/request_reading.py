@@ -11,6 +11,7 @@ from contracts.errors import RequestError
 from gateway.api.anthropic.schema import CountTokensRequest, MessagesPrompt, MessagesRequest
 from gateway.api.openai.schema import DetokenizeRequest, ResponsesRequest, TokenizeRequest, parse
 from gateway.http.context import AppContext
+from gateway.json_decoding import Kind
 from gateway.prompting.request_fields import (
     ChatRequest,
     CompletionRequest,
@@ -23,30 +24,36 @@ from service.request_body import read_body
 BODY_TIMEOUT_S = 30.0
 
 
+async def read_as(request: Request, kind: type[Kind]) -> Kind:
+    """Return the body as a `kind`.
+
+    A request's time begins when it is here; that it was on its way is a stage of its own.
+    Raises RequestError and Overloaded.
+    """
+    context: AppContext = request.app.state.context
+    request.state.came_s = time.monotonic()
+    _require_plain(request.headers.get("content-encoding", "identity"))
+    with context.bodies.arriving() as grown:
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                body = await read_body(request, context.settings.max_body_nbytes, grown)
+        except TimeoutError as error:
+            request.state.is_body_late = True
+            raise RequestError(f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s") from error
+        request.state.started_s = time.monotonic()
+        return parse(body, kind)
+
+
 class BodyOf:
     """A dependency of a route: the request's body as a `kind`."""
 
-    def __init__(self, kind: type) -> None:
+    def __init__(self, kind: type[Any]) -> None:
         self._kind = kind
 
     async def __call__(self, request: Request) -> Any:
-        """Return the body.
-
-        A request's time begins when it is here; that it was on its way is a stage of its own.
-        Raises RequestError, NotFound and Overloaded.
-        """
+        """Return the body. Raises RequestError, NotFound and Overloaded."""
         context: AppContext = request.app.state.context
-        request.state.came_s = time.monotonic()
-        _require_plain(request.headers.get("content-encoding", "identity"))
-        with context.bodies.arriving() as grown:
-            try:
-                async with asyncio.timeout(BODY_TIMEOUT_S):
-                    body = await read_body(request, context.settings.max_body_nbytes, grown)
-            except TimeoutError as error:
-                request.state.is_body_late = True
-                raise RequestError(f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s") from error
-            request.state.started_s = time.monotonic()
-            asked = parse(body, self._kind)
+        asked = await read_as(request, self._kind)
         request.state.request_id = getattr(asked, "request_id", None)
         request.state.served = context.served(asked.model)
         return _with_names(asked, context.settings.default_chat_template_kwargs)

@@ -4,11 +4,11 @@ from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse
 
 from contracts.errors import NotFound, RequestError
-from gateway.api.openai.schema import LoadAdapterRequest, UnloadAdapterRequest, parse
+from gateway.api.openai.schema import LoadAdapterRequest, UnloadAdapterRequest
 from gateway.api.openapi import returns, takes
 from gateway.http.context import AppContext
+from gateway.http.request_reading import read_as
 from gateway.json_decoding import Kind
-from service.request_body import read_body
 
 router = APIRouter()
 
@@ -48,4 +48,4 @@ async def _asked(request: Request, kind: type[Kind]) -> tuple[AppContext, Kind]:
     context: AppContext = request.app.state.context
     if not context.settings.allow_runtime_lora_updating:
         raise NotFound("this gateway changes no adapters: set TANDEM_ALLOW_RUNTIME_LORA_UPDATING for that")
-    return context, parse(await read_body(request, context.settings.max_body_nbytes), kind)
+    return context, await read_as(request, kind)
