@@ -5,7 +5,8 @@ The fields of chats and completions are in gateway.prompting.request_fields; jso
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -129,10 +130,15 @@ def parse(body: bytes, kind: type[Kind]) -> Kind:
     Invalid UTF-8, NaN, deep nesting and lone surrogates are errors too.
     """
     fields = _json_object(body)
-    own = set(getattr(kind, "__struct_fields__", ()))  # `documents` of a chat are refused, those of scores are not
-    refuse_unhonoured({name: value for name, value in fields.items() if name not in own}, REFUSED)
-    refuse_unhonoured(fields, _REFUSED_OF.get(kind, {}))
+    refuse_unhonoured(fields, _refused_of(kind))
     return converted(fields, kind)
+
+
+@cache
+def _refused_of(kind: type[msgspec.Struct]) -> Mapping[str, tuple[Any, ...]]:
+    """Return the fields that a `kind` refuses: `documents` of a chat, say, and not those of scores."""
+    others = {name: neutrals for name, neutrals in REFUSED.items() if name not in kind.__struct_fields__}
+    return others | dict(_REFUSED_OF.get(kind, {}))
 
 
 def _json_object(body: bytes) -> dict[str, Any]:
