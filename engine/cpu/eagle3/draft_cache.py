@@ -9,6 +9,7 @@ import torch
 from contracts.layout import ITEM_NBYTES, KVGroup, KVLayout
 from engine.cpu.joint_cache import GroupPages
 from engine.cpu.kv_cache import KVCache
+from engine.speculative.proposer import spare_blocks
 
 _PRESENCE_NBYTES = 4
 """The end of a block's row: int32, see engine.speculative.draft_presence."""
@@ -41,6 +42,11 @@ class DraftCache:
 
     Behind the blocks there are `num_spare` more, for drafts that run beyond the blocks of their sequence.
     """
+
+    @classmethod
+    def beside(cls, layout: KVLayout, hidden_size: int, num_blocks: int, max_num_seqs: int) -> "DraftCache":
+        """Return a cache with as many spare blocks as so many sequences at once may draft into."""
+        return cls(layout, hidden_size, num_blocks, max_num_seqs * spare_blocks(layout.block_size))
 
     def __init__(self, layout: KVLayout, hidden_size: int, num_blocks: int, num_spare: int) -> None:
         self.num_blocks, self._layout = num_blocks, layout

@@ -21,7 +21,6 @@ from engine.model_loader.decoder_tensors import ModelTensors
 from engine.model_loader.eagle3_tensors import Eagle3Tensors
 from engine.settings import EngineSettings
 from engine.speculative.named_drafter import open_named_head
-from engine.speculative.proposer import spare_blocks
 from kernels.cpu.build import BuildError
 from kernels.cpu.native import NativeKernels, load_kernels
 from models.eagle3 import Eagle3Config
@@ -45,8 +44,7 @@ class DraftHead:
         return self.layout.block_nbytes
 
     def cache(self, num_blocks: int, max_num_seqs: int) -> DraftCache:
-        num_spare = max_num_seqs * spare_blocks(self.layout.block_size)
-        return DraftCache(self.layout, self.folder.config.hidden_size, num_blocks, num_spare)
+        return DraftCache.beside(self.layout, self.folder.config.hidden_size, num_blocks, max_num_seqs)
 
     def tensors(self, checkpoint: Checkpoint, source: WeightSource) -> Eagle3Tensors:
         target = ModelTensors(checkpoint.config, source, interleaved=True)

@@ -17,7 +17,6 @@ from engine.cpu.weight_loader import load_mtp_weights
 from engine.model_loader.checkpoint_weights import StoredWeightSource, WeightSource
 from engine.settings import EngineSettings
 from engine.speculative.choice import MTP, head_name
-from engine.speculative.proposer import spare_blocks
 from models.config import ModelConfig
 
 _log = logging.getLogger(__name__)
@@ -40,8 +39,7 @@ class MtpDraft:
         return self.layout.block_nbytes
 
     def cache(self, num_blocks: int, max_num_seqs: int) -> DraftCache:
-        num_spare = max_num_seqs * spare_blocks(self.layout.block_size)
-        return DraftCache(self.layout, self.config.hidden_size, num_blocks, num_spare)
+        return DraftCache.beside(self.layout, self.config.hidden_size, num_blocks, max_num_seqs)
 
     def beside_torch(
         self,
