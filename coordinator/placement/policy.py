@@ -105,8 +105,7 @@ def choose(
 
     `candidates` come sorted by worker id, which breaks ties. `fastest_rate`: the highest prefill rate that is known,
     perhaps of a worker that is no candidate; 0 for that of the candidates. `room`: the part of the workers' queues that
-    this request may fill, see `max_pending`. Raises Unavailable, RequestError or
-    Overloaded.
+    this request may fill, see `max_pending`. Raises Unavailable, RequestError or Overloaded.
     """
     if need_tokens == num_tokens + 1:
         candidates = [_as_whole(c) for c in candidates if c.role is not WorkerRole.DECODE]

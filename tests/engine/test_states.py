@@ -74,7 +74,7 @@ def test_a_prompt_is_the_same_to_the_bit_however_it_is_cut(model):
 
 
 def test_a_conversation_of_ten_turns_finds_what_went_before(model):
-    """Beside other requests, and with states for few of them."""
+    """It is asked beside other requests, and with states for few of them."""
     folder, _, _ = model
     engine, text, shares = few(folder), list(random_prompts(VOCAB, (150,))[0]), []
     whole = load_engine(settings(model=str(folder), kv_cache_nbytes=8 << 20, prefix_cache=False))
@@ -194,7 +194,7 @@ def test_a_configuration_that_does_not_fit_is_refused_by_its_field(tmp_path, cha
 
 
 def test_a_released_folder_is_read(tmp_path, caplog):
-    """Beside a vision tower and MTP layers, and with the experts of a layer in one tensor."""
+    """It has a vision tower and MTP layers beside, and the experts of a layer in one tensor."""
     reference, prompts = save_tiny(tmp_path, "qwen3_5_moe"), random_prompts(VOCAB, [5, 40])
     expected = [oracle_greedy(reference, prompt, 12) for prompt in prompts]
     file = tmp_path / "model.safetensors"

@@ -25,8 +25,6 @@ MAX_BODY_NBYTES = 32 << 20
 
 
 ChangeRole = Callable[[WorkerRole], Awaitable[None]]
-
-
 ChangeAdapters = Callable[[tuple[AdapterRef, ...]], Awaitable[None]]
 
 
